@@ -1,0 +1,81 @@
+"""Collectives on plain local tensors: uneven sizes exact, sums in at least float32, traced by torch.compile.
+
+They go through c10d's functional operators, which have a real all-to-all on gloo as well as NCCL. Nothing
+here is differentiable; `usp.mesh.redistribute` is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_ops = torch.ops._c10d_functional
+
+
+def all_to_all(
+    x: Tensor,
+    group: str,
+    *,
+    index: int,
+    split_dim: int,
+    split_sizes: Sequence[int],
+    cat_dim: int,
+    cat_sizes: Sequence[int],
+) -> Tensor:
+    """Send piece i of `split_dim` to rank i; join what arrives along another dimension `cat_dim`.
+
+    `split_sizes[i]` is the length sent to rank i, `cat_sizes[i]` the length rank i holds of `cat_dim`,
+    `index` this rank's place in the group. One copy packs (none when `split_dim` leads a contiguous x), one
+    unpacks.
+    """
+    front = x.movedim(split_dim, 0).contiguous()
+    row = math.prod(front.shape[1:])
+    shapes = []
+    for length in cat_sizes:
+        shape = list(x.shape)
+        shape[split_dim], shape[cat_dim] = split_sizes[index], length
+        shapes.append([shape[split_dim], *shape[:split_dim], *shape[split_dim + 1 :]])
+    receive = [math.prod(shape) for shape in shapes]
+    flat = _ops.all_to_all_single(front.reshape(-1), receive, [n * row for n in split_sizes], group)
+    flat = _ops.wait_tensor(flat)
+    pieces = [p.view(s).movedim(0, split_dim) for p, s in zip(flat.split(receive), shapes, strict=True)]
+    return torch.cat(pieces, dim=cat_dim)
+
+
+def all_gather(x: Tensor, group: str, *, dim: int, length: int, parts: int) -> Tensor:
+    """Join the shards of a dimension of `length` cut by the ceil rule over `parts` ranks."""
+    front = _pad_front(x.movedim(dim, 0), -(-length // parts))
+    full: Tensor = _ops.wait_tensor(_ops.all_gather_into_tensor(front, parts, group))
+    return full[:length].movedim(0, dim)
+
+
+def reduce_scatter(x: Tensor, group: str, *, dim: int, own: int, parts: int, dtype: torch.dtype) -> Tensor:
+    """Sum over the group in `dtype` and keep the own shard, `own` long, of dimension `dim`."""
+    step = -(-x.shape[dim] // parts)
+    front = _pad_front(x.movedim(dim, 0).to(dtype), step * parts)
+    mine: Tensor = _ops.wait_tensor(_ops.reduce_scatter_tensor(front, "sum", parts, group))
+    return mine[:own].movedim(0, dim).to(x.dtype)
+
+
+def all_reduce(x: Tensor, group: str, *, dtype: torch.dtype) -> Tensor:
+    """Sum over the group in `dtype`."""
+    total: Tensor = _ops.wait_tensor(_ops.all_reduce(x.to(dtype).contiguous(), "sum", group))
+    return total.to(x.dtype)
+
+
+def sum_dtype(dtype: torch.dtype, wanted: torch.dtype | None = None) -> torch.dtype:
+    """Type in which a sum over ranks is taken: `wanted`, or at least float32 for floating point."""
+    if wanted is not None:
+        return wanted
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.promote_types(dtype, torch.float32)
+    return torch.int64 if dtype is torch.bool else dtype
+
+
+def _pad_front(x: Tensor, length: int) -> Tensor:
+    if x.shape[0] < length:
+        x = torch.cat([x, x.new_zeros(length - x.shape[0], *x.shape[1:])])
+    return x.contiguous()

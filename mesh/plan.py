@@ -1,0 +1,191 @@
+"""`plan`: the cheapest list of collectives and local steps that moves a tensor between two placements."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from itertools import count
+
+import torch
+
+from usp.mesh.devices import MeshLike
+from usp.mesh.spec import Axes, P, check_spec
+
+COMMUNICATES = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One move over one axis. `before` and `after` are the placements around it.
+
+    kinds: all_to_all (dim -> to_dim), all_gather (dim), reduce_scatter (partial -> to_dim), all_reduce,
+    slice (replicated -> to_dim), and two local ways to a pending sum: mask (replicated) and pad (from dim).
+    `nbytes` is what one rank sends: with n bytes held by the rank that holds most, and k ranks on the axis,
+    n (k-1)/k for all_to_all and reduce_scatter, n (k-1) for all_gather, 2 n (k-1)/k for all_reduce.
+    """
+
+    kind: str
+    axis: str
+    dim: int | None
+    to_dim: int | None
+    before: P
+    after: P
+    nbytes: int
+
+    def describe(self, sizes: Mapping[str, int]) -> str:
+        where = {
+            "all_to_all": f"dim {self.dim} -> dim {self.to_dim}",
+            "all_gather": f"dim {self.dim}",
+            "reduce_scatter": f"sum -> dim {self.to_dim}",
+            "all_reduce": "sum",
+            "slice": f"dim {self.to_dim}",
+            "mask": "copy kept at coordinate 0, zeros elsewhere",
+            "pad": f"dim {self.dim}, zeros around the own shard",
+        }[self.kind]
+        sent = f"{_human(self.nbytes)} sent per rank" if self.kind in COMMUNICATES else "local"
+        over = f"over {self.axis} ({sizes[self.axis]} ranks)"
+        return f"{self.kind:<14} {over:<24} {where:<24} {sent:<26} {self.before} -> {self.after}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `redistribute` will do. `print(plan)` explains it; `nbytes` is what one rank sends in all."""
+
+    src: P
+    dst: P
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    sizes: Mapping[str, int]
+    steps: tuple[Step, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(step.nbytes for step in self.steps)
+
+    @property
+    def collectives(self) -> tuple[str, ...]:
+        """Kinds of the communicating steps, in order."""
+        return tuple(s.kind for s in self.steps if s.kind in COMMUNICATES)
+
+    def __str__(self) -> str:
+        mesh = " x ".join(f"{axis} {size}" for axis, size in self.sizes.items())
+        dtype = str(self.dtype).removeprefix("torch.")
+        head = f"{list(self.shape)} {dtype} on {mesh}: {self.src} -> {self.dst}"
+        if not self.steps:
+            return f"{head}\n  nothing to do: every rank already holds its part"
+        lines = [f"  {i}. {step.describe(self.sizes)}" for i, step in enumerate(self.steps, 1)]
+        return "\n".join([head, *lines, f"  total: {_human(self.nbytes)} sent per rank"])
+
+
+def plan(src: P, dst: P, shape: tuple[int, ...], dtype: torch.dtype, mesh: MeshLike) -> Plan:
+    """Compile the move of a tensor of global `shape` from `src` to `dst`; least bytes, then fewest steps.
+
+    `mesh` is a DeviceMesh or a mapping such as {"dp": 1, "ring": 2, "ulysses": 4}; no process group is
+    needed. The result depends on global facts only, so all ranks compile the same plan. Raises ValueError
+    when a spec does not fit the mesh or the shape.
+    """
+    sizes = check_spec(src, mesh, len(shape), "src")
+    check_spec(dst, mesh, len(shape), "dst")
+    steps = find_steps(src, dst, tuple(shape), dtype.itemsize, tuple(sizes.items()))
+    return Plan(src, dst, tuple(shape), dtype, sizes, steps)
+
+
+State = tuple[tuple[Axes, ...], Axes]  # axes of each dimension; pending sums
+Entry = tuple[Fraction, int, int, State, tuple[Step, ...]]  # bytes, steps, order; where, and how we got there
+
+
+@lru_cache(maxsize=4096)
+def find_steps(
+    src: P, dst: P, shape: tuple[int, ...], itemsize: int, mesh: tuple[tuple[str, int], ...]
+) -> tuple[Step, ...]:
+    """Cheapest path from `src` to `dst` (Dijkstra over placements; axes of size 1 take no part).
+
+    Costs are exact fractions, so the choice does not depend on `itemsize` nor, for even cuts, on the shape.
+    """
+    sizes = dict(mesh)
+    start, goal = _state(src, sizes), _state(dst, sizes)
+    order = count()  # equal costs keep the order in which they were found
+    queue: list[Entry] = [(Fraction(0), 0, next(order), start, ())]
+    done: set[State] = set()
+    while queue:
+        cost, num_steps, _, state, path = heapq.heappop(queue)
+        if state == goal:
+            return path
+        if state in done:
+            continue
+        done.add(state)
+        for step, new, sent in _moves(state, goal, shape, itemsize, sizes):
+            if new not in done:
+                heapq.heappush(queue, (cost + sent, num_steps + 1, next(order), new, (*path, step)))
+    raise AssertionError(f"no path from {src} to {dst}")
+
+
+def _state(spec: P, sizes: Mapping[str, int]) -> State:
+    def keep(axes: Axes) -> Axes:
+        return tuple(a for a in axes if sizes[a] > 1)
+
+    return tuple(keep(axes) for axes in spec.dims), keep(spec.partial)
+
+
+def _moves(
+    state: State, goal: State, shape: tuple[int, ...], itemsize: int, sizes: Mapping[str, int]
+) -> Iterator[tuple[Step, State, Fraction]]:
+    """Every single step from `state`, and what it costs. Only the innermost axis of a dimension can move."""
+    dims, partial = state
+    local = [_largest(n, axes, sizes) for n, axes in zip(shape, dims, strict=True)]
+    nbytes = math.prod(local) * itemsize
+
+    def step(
+        kind: str, axis: str, dim: int | None, to: int | None, share: Fraction | int, new: State
+    ) -> tuple[Step, State, Fraction]:
+        before, after = (P(*d, partial=p) for d, p in (state, new))
+        sent = Fraction(nbytes * share)
+        return Step(kind, axis, dim, to, before, after, math.ceil(sent)), new, sent
+
+    def put(base: tuple[Axes, ...], dim: int, axis: str) -> tuple[Axes, ...]:
+        return tuple((*axes, axis) if i == dim else axes for i, axes in enumerate(base))
+
+    everywhere = range(len(dims))
+    for dim, axes in enumerate(dims):
+        if not axes:
+            continue
+        axis, k = axes[-1], sizes[axes[-1]]
+        part = Fraction(k - 1, k)
+        without = tuple(a[:-1] if i == dim else a for i, a in enumerate(dims))
+        yield step("all_gather", axis, dim, None, k - 1, (without, partial))
+        for to in everywhere:
+            if to != dim:
+                yield step("all_to_all", axis, dim, to, part, (put(without, to, axis), partial))
+        if axis in goal[1]:
+            yield step("pad", axis, dim, None, 0, (without, tuple(sorted((*partial, axis)))))
+    for axis in partial:
+        part = Fraction(sizes[axis] - 1, sizes[axis])
+        rest = tuple(a for a in partial if a != axis)
+        yield step("all_reduce", axis, None, None, 2 * part, (dims, rest))
+        for to in everywhere:
+            yield step("reduce_scatter", axis, None, to, part, (put(dims, to, axis), rest))
+    used = {a for axes in dims for a in axes} | set(partial)
+    for axis in (a for a, k in sizes.items() if k > 1 and a not in used):
+        for to in everywhere:
+            yield step("slice", axis, None, to, 0, (put(dims, to, axis), partial))
+        if axis in goal[1]:
+            yield step("mask", axis, None, None, 0, (dims, tuple(sorted((*partial, axis)))))
+
+
+def _largest(n: int, axes: Axes, sizes: Mapping[str, int]) -> int:
+    for axis in axes:
+        n = -(-n // sizes[axis])
+    return n
+
+
+def _human(nbytes: int) -> str:
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"

@@ -1,0 +1,32 @@
+"""Functional Llama family and its conversion from and to Hugging Face checkpoints."""
+
+if __name__ != "usp.models":
+    raise ImportError(f"import {__name__!r} must be spelled 'usp.models'. Write `import usp.models`.")
+
+from usp.models.config import LlamaConfig, Rope
+from usp.models.convert import from_hf, load, save, to_hf
+from usp.models.layout import check_layout
+from usp.models.llama import block, hidden, logits, loss
+from usp.models.params import Block, Leaf, Params, abstract, init, map_params, named_leaves, param_specs
+
+__all__ = [
+    "Block",
+    "Leaf",
+    "LlamaConfig",
+    "Params",
+    "Rope",
+    "abstract",
+    "block",
+    "check_layout",
+    "from_hf",
+    "hidden",
+    "init",
+    "load",
+    "logits",
+    "loss",
+    "map_params",
+    "named_leaves",
+    "param_specs",
+    "save",
+    "to_hf",
+]

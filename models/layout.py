@@ -1,0 +1,87 @@
+"""Every rule that needs a configuration, a mesh and a table together."""
+
+from __future__ import annotations
+
+from math import prod
+
+from usp.mesh import P, Table, axis_sizes
+from usp.models.config import LlamaConfig
+from usp.models.params import Mesh, abstract, named_leaves, spec_of
+
+# Parameters that act on whole rows, on each token alike: in use they must be whole on every rank.
+_WHOLE = ("embed", "lm_head", "norm", "norm_attn", "norm_mlp", "q_norm", "k_norm", "bo", "b_down")
+# (first, second): the output dimension of the first is contracted by the second
+_CHAINED = (("wq", "wo"), ("w_gate", "w_down"))
+_ALIKE = (("wq", "bq"), ("wk", "wv"), ("wk", "bk"), ("wv", "bv"), ("w_gate", "w_up"), ("w_gate", "b_gate"))
+
+
+def linear_out(x: P, weight: P) -> P:
+    """Placement of x @ weight.T, x [..., in], weight [out, in]; a sharded contraction gives a partial sum."""
+    assert x.dims[-1] == weight[1], (x, weight)
+    return P(*x.dims[:-1], weight[0], partial=x.partial + weight[1])
+
+
+def check_layout(cfg: LlamaConfig, *, mesh: Mesh, table: Table, seq_len: int | None = None) -> None:
+    """Raise one ValueError that names everything this table cannot place for this model on this mesh.
+
+    Needs no process group and does not communicate: call it before any work. `seq_len`: global tokens a row.
+    """
+    sizes = axis_sizes(mesh)
+    problems = _table_problems(cfg, table, sizes) + _head_problems(cfg, table, sizes)
+    if seq_len is not None and seq_len < 1:
+        problems.append(f"seq_len={seq_len} must be at least 1. Give at least one token")
+    if problems:
+        raise ValueError(f"table={table.name!r} must fit the model and mesh={sizes}: {'; '.join(problems)}.")
+
+
+def _table_problems(cfg: LlamaConfig, table: Table, sizes: dict[str, int]) -> list[str]:
+    problems = []
+    for name in ("tokens", "residual", "attn_x", "q", "kv", "mlp_x"):
+        spec: P = getattr(table, name)
+        unknown = sorted(spec.axes - sizes.keys())
+        if unknown:
+            problems.append(f"{name}={spec} must use axes of the mesh, got {unknown}. Correct the table")
+        if name in ("residual", "attn_x", "mlp_x") and spec[2]:
+            problems.append(f"{name}={spec} must keep D whole. Shard B or S instead")
+    for dotted, leaf in named_leaves(abstract(cfg)):
+        if dotted.startswith("layers.") and not dotted.startswith("layers.0."):
+            continue
+        spec_of(table.rest, dotted, leaf, table=table.name)
+        use = spec_of(table.use, dotted, leaf, table=table.name)
+        name = dotted.rpartition(".")[2]
+        if name in _WHOLE and use.axes:
+            problems.append(f"use[{name!r}]={use} must be replicated. Shard it at rest only")
+    for first, second in _CHAINED:
+        if table.use[first][0] != table.use[second][1]:
+            problems.append(f"use[{second!r}] must shard its input as use[{first!r}] shards its output")
+        if table.use[first][1]:
+            problems.append(f"use[{first!r}]={table.use[first]} must keep D whole. Shard its output instead")
+        if table.use[second][0]:
+            problems.append(f"use[{second!r}]={table.use[second]} must keep D whole. Shard its input instead")
+    present = {dotted.rpartition(".")[2] for dotted, _ in named_leaves(abstract(cfg))}
+    for first, second in _ALIKE:
+        if second in present and table.use[first][0] != table.use[second][0]:
+            problems.append(f"use[{second!r}] must shard its output as use[{first!r}] does")
+    return problems
+
+
+def _head_problems(cfg: LlamaConfig, table: Table, sizes: dict[str, int]) -> list[str]:
+    def ways(axes: tuple[str, ...]) -> int:
+        return prod(sizes.get(axis, 1) for axis in axes)
+
+    problems = []
+    for name, heads in (("wq", cfg.num_heads), ("wk", cfg.num_kv_heads)):
+        num_ways = ways(table.use[name][0])
+        if heads % num_ways:
+            what = "num_heads" if name == "wq" else "num_kv_heads"
+            problems.append(f"{what}={heads} must be a multiple of the {num_ways} parts of use[{name!r}]")
+    if ways(table.q[1]) > 1:
+        problems.append(
+            f"q={table.q} leaves the sequence sharded: ring attention is not there yet. Set ring=1"
+        )
+    num_ways = ways(table.q[2])
+    if cfg.num_heads < num_ways:
+        problems.append(
+            f"num_heads={cfg.num_heads} must be at least the {num_ways} ranks that share them. Lower ulysses"
+        )
+    return problems

@@ -1,0 +1,83 @@
+"""What one rank does in the parity tests. Spawned ranks import this: keep Transformers out of it."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.models.batches import two_rows
+from usp import reduce_grads, shard_batch, unshard_batch, value_and_grad
+from usp.mesh import TABLES, P, Table, build_mesh, redistribute
+from usp.models import Params, abstract, from_hf, logits, loss, map_params, named_leaves, param_specs
+from usp.models.hf_names import hf_name
+
+_ULYSSES = TABLES["ulysses"]
+# A scheme of a user's own: the MLP gathers the sequence and keeps its weights cut over the same ranks, so that
+# its result is a partial sum.
+MLP_BY_FEATURE: Table = replace(
+    _ULYSSES,
+    name="mine",
+    mlp_x=P("dp", "ring", None),
+    use={
+        **_ULYSSES.use,
+        "w_gate": P("ulysses", None),
+        "w_up": P("ulysses", None),
+        "w_down": P(None, "ulysses"),
+    }
+    | {"b_gate": P("ulysses"), "b_up": P("ulysses")},
+)
+SCHEMES = {**TABLES, "mine": MLP_BY_FEATURE}
+
+
+class Run(NamedTuple):
+    """One parity run: degrees, table, key of the model, key of the batch, remat."""
+
+    dp: int
+    ulysses: int
+    table: str
+    model: str
+    case: str
+    remat: str
+
+
+class Result(NamedTuple):
+    loss: Tensor
+    grads: dict[str, Tensor]
+    logits: Tensor
+
+
+def run(params: Params, cfg: Any, mesh: Any, table: Any, case: str, remat: str) -> Result:
+    shard = shard_batch(two_rows(case), table=table, mesh=mesh)
+
+    def objective(p: Params) -> Tensor:
+        return loss(p, shard, cfg, table=table, mesh=mesh, remat=remat)
+
+    value, grads = value_and_grad(objective)(params)
+    value = value.detach().clone()
+    specs = param_specs(cfg, table)
+    grads = reduce_grads(grads, specs, mesh)
+    if dist.is_initialized():
+        dist.all_reduce(value)  # the loss is the SUM over ranks
+
+    def whole(_: str, grad: Tensor, spec: P, leaf: Any) -> Tensor:
+        return redistribute(grad, spec, P(*(None for _ in leaf.shape)), mesh, shape=leaf.shape)
+
+    full = map_params(whole, grads, specs, abstract(cfg))
+    with torch.no_grad():
+        out = logits(params, shard, cfg, table=table, mesh=mesh)
+        out = unshard_batch(out, shard, table=table, mesh=mesh)
+    return Result(value, {hf_name(n): g.detach() for n, g in named_leaves(full)}, out)
+
+
+def on_rank(rank: int, world: int, folder: Path, runs: list[Run]) -> list[Result]:
+    """All runs of one world size, so that starting ranks is paid once; gradients from rank 0 alone."""
+    results = []
+    for one in runs:
+        mesh = build_mesh(dp=one.dp, ulysses=one.ulysses)
+        cfg, params = from_hf(folder / one.model, table=SCHEMES[one.table], mesh=mesh, dtype=torch.float64)
+        result = run(params, cfg, mesh, SCHEMES[one.table], one.case, one.remat)
+        results.append(result if rank == 0 else Result(result.loss, {}, result.logits[:0]))
+    return results

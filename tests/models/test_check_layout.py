@@ -1,0 +1,85 @@
+"""Tables that cannot place a model are named before any work; no process group is needed."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from usp.mesh import TABLES, P, Table
+from usp.models import LlamaConfig, check_layout, param_specs
+
+CFG = LlamaConfig(
+    vocab_size=31,
+    hidden_size=24,
+    intermediate_size=40,
+    num_layers=2,
+    num_heads=6,
+    num_kv_heads=3,
+    qkv_bias=True,
+)
+MESH = {"dp": 2, "ring": 1, "ulysses": 4}
+ULYSSES = TABLES["ulysses"]
+
+
+def using(**leaves: P) -> Table:
+    return replace(ULYSSES, name="mine", use={**ULYSSES.use, **leaves})
+
+
+@pytest.mark.parametrize("name", ["ulysses", "replicated"])
+@pytest.mark.parametrize("ulysses", [1, 2, 3, 5, 6])
+def test_presets_place_every_head_count(name: str, ulysses: int) -> None:
+    check_layout(CFG, mesh={"dp": 2, "ring": 1, "ulysses": ulysses}, table=TABLES[name], seq_len=1)
+
+
+def test_a_scheme_of_ones_own_is_placed() -> None:
+    """Weights stay cut by heads while in use: tables, not names, decide."""
+    cut_out, cut_in = P("ulysses", None), P(None, "ulysses")
+    leaves = {"w_gate": cut_out, "w_up": cut_out, "w_down": cut_in}
+    check_layout(CFG, mesh=MESH, table=using(**leaves))
+
+
+NO_RING: dict[str, Any] = {"dp": 1, "ring": 2, "ulysses": 1}
+REFUSED: dict[str, tuple[Table, dict[str, int], str]] = {
+    "too few heads": (
+        ULYSSES,
+        {"dp": 1, "ring": 1, "ulysses": 8},
+        "num_heads=6 must be at least the 8 ranks",
+    ),
+    "ring": (ULYSSES, NO_RING, "ring attention is not there yet"),
+    "unknown axis": (replace(ULYSSES, mlp_x=P("dp", "tp", None)), MESH, "got ['tp']"),
+    "model dimension cut": (replace(ULYSSES, residual=P("dp", None, "ulysses")), MESH, "must keep D whole"),
+    "head cut": (using(lm_head=P("ulysses", None)), MESH, "use['lm_head']"),
+    "broken chain": (
+        using(w_gate=P("ulysses", None), w_up=P("ulysses", None)),
+        MESH,
+        "use['w_down'] must shard",
+    ),
+    "uneven pair": (using(wk=P("ulysses", None)), MESH, "use['wv'] must shard its output as use['wk']"),
+    "bias apart": (using(bq=P("ulysses")), MESH, "use['bq'] must shard its output as use['wq']"),
+    "split heads": (
+        using(wq=P("ulysses", None), bq=P("ulysses"), wo=P(None, "ulysses")),
+        MESH,
+        "num_heads=6 must be a multiple of the 4 parts",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_by_name(case: str) -> None:
+    table, mesh, named = REFUSED[case]
+    with pytest.raises(ValueError, match=f"table='{table.name}' must fit") as error:
+        check_layout(CFG, mesh=mesh, table=table)
+    assert named in str(error.value)
+
+
+def test_no_tokens() -> None:
+    with pytest.raises(ValueError, match="seq_len=0 must be at least 1"):
+        check_layout(CFG, mesh=MESH, table=ULYSSES, seq_len=0)
+
+
+def test_missing_leaf() -> None:
+    table = replace(ULYSSES, rest={k: v for k, v in ULYSSES.rest.items() if k != "bk"})
+    with pytest.raises(ValueError, match="must place parameter 'bk'"):
+        check_layout(CFG, mesh=MESH, table=table)
+    with pytest.raises(ValueError, match="must place parameter 'bk'"):
+        param_specs(CFG, table)

@@ -1,0 +1,102 @@
+"""Living gloo ranks: started once, then any number of checks run on them. Starting ranks costs seconds each."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=60),
+    )
+    while (job := pipe.recv()) is not None:
+        fn, args = job
+        try:
+            pipe.send((fn(*args), None))
+        except BaseException:
+            pipe.send((None, traceback.format_exc()))
+
+
+class Pool:
+    """`world_size` gloo ranks. `pool.run(fn, *args)` calls a module-level `fn(*args)` on each of them."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._children: list[Any] = []
+        self._pipes: list[Connection] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 240.0) -> list[Any]:
+        """Results in rank order. When a rank fails or `timeout` seconds pass, all ranks are ended, and the
+        AssertionError holds the traceback of each that failed; the next call starts new ones."""
+        if not self._children:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((fn, args))
+        results, errors = self._collect(timeout)
+        if errors:
+            self.stop()
+            raise AssertionError("\n".join(f"rank {rank}: {text}" for rank, text in sorted(errors.items())))
+        return [results[rank] for rank in range(self.world_size)]
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            args = (rank, self.world_size, self._folder.name, theirs)
+            child = context.Process(target=_serve, args=args, daemon=True)
+            child.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._children.append(child)
+
+    def _collect(self, timeout: float) -> tuple[dict[int, Any], dict[int, str]]:
+        results: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        end = time.monotonic() + timeout
+        while len(results) + len(errors) < self.world_size and time.monotonic() < end:
+            for rank, pipe in enumerate(self._pipes):
+                if rank in results or rank in errors or not pipe.poll(0.002):
+                    continue
+                try:
+                    result, error = pipe.recv()
+                except EOFError:
+                    result, error = None, f"ended with exit code {self._children[rank].exitcode}"
+                if error is None:
+                    results[rank] = result
+                else:
+                    errors[rank] = error
+                    end = min(end, time.monotonic() + 2.0)  # the others may wait for it for ever
+        if not errors and len(results) < self.world_size:
+            late = sorted(set(range(self.world_size)) - set(results))
+            errors = dict.fromkeys(late, f"no result within {timeout} s")
+        return results, errors
+
+    def stop(self) -> None:
+        for child in self._children:
+            child.kill()
+            child.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._children, self._pipes = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None

@@ -1,0 +1,103 @@
+"""A tiny Llama and a tiny byte-level tokenizer, made on the spot, and a launcher for real command lines."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = "A sequence is cut over ranks; heads are exchanged. Größe, 長さ, 🙂.\n"
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def make_tokenizer(folder: Path) -> Any:
+    """Byte-level BPE of 300 ids that puts <bos> before and <eos> after a text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<bos>", "<eos>"], initial_alphabet=alphabet, show_progress=False
+    )
+    core.train_from_iterator([TEXT] * 20, trainer)
+    core.post_processor = processors.TemplateProcessing(
+        single="<bos> $A <eos>", special_tokens=[("<bos>", 0), ("<eos>", 1)]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<bos>", eos_token="<eos>")
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def build_model(folder: Path, *, vocab_size: int = 300, num_heads: int = 4, num_kv_heads: int = 2) -> Path:
+    """A two-layer Llama in float32 with its tokenizer, as a Hugging Face directory."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=24,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=6,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=1,
+        dtype="float32",
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    make_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def make_model() -> Callable[..., Path]:
+    return build_model
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of five UTF-8 documents of different lengths."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for index, repeats in enumerate((3, 1, 7, 2, 5)):
+        (folder / f"{index}.txt").write_text(f"{index}: " + TEXT * repeats, encoding="utf-8")
+    return folder
+
+
+def environment() -> dict[str, str]:
+    kept = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
+    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """run(*words, ranks=1, timeout=...): `python -m words` or, with ranks > 1, `torchrun -m words`."""
+
+    def go(*words: str, ranks: int = 1, logs: Path | None = None) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable]
+        if ranks > 1:
+            command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+            command += ["--log-dir", str(logs), "--redirects", "3"] if logs else []
+        command += ["-m", *words]
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240, check=False
+        )
+
+    return go

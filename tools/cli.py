@@ -1,0 +1,41 @@
+"""`usp`: one command line for all tools. A tool is imported only when it is called."""
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import tyro
+
+from usp.tools.config import Convert, Train
+
+Command = (
+    Annotated[Train, tyro.conf.subcommand("train", prefix_name=False)]
+    | Annotated[Convert, tyro.conf.subcommand("convert", prefix_name=False)]
+)
+
+
+def parse(command: Any, *, prog: str, args: Sequence[str] | None = None) -> Any:
+    """The configuration from the command line; help and usage errors are printed by rank 0 alone."""
+    said = int(os.environ.get("RANK", "0")) == 0
+    return tyro.cli(command, prog=prog, args=args, console_outputs=said)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Entry point of `usp`."""
+    words = list(sys.argv[1:] if args is None else args)
+    if words[:1] == ["train"]:
+        from usp.tools.train import main as train
+
+        return train(words[1:], prog="usp train")
+    command = parse(Command, prog="usp", args=words)
+    from usp.tools.convert import convert
+
+    try:
+        convert(command)
+    except (ValueError, OSError) as e:
+        raise SystemExit(f"error: {e}") from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""What a user can set, as frozen dataclasses. The parser reads names, types, defaults and help from here."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+SUFFIXES = (".txt", ".md", ".rst", ".py")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """Train a Llama-family checkpoint on long text, with the sequence cut over several processes.
+
+    Start it with torchrun for more than one process; the process count must equal dp * ring * ulysses.
+    """
+
+    model: Path
+    """Hugging Face model directory: config.json, *.safetensors and the tokenizer."""
+    data: tuple[Path, ...]
+    """UTF-8 text: files (read whatever their suffix) and folders (read recursively, see --include)."""
+    out: Path
+    """New or empty folder. Gets config.json, metrics.jsonl, loss.png, tensorboard/ and the trained hf/."""
+    seq_len: int
+    """Tokens in one row, over all ranks. Longer documents are cut into pieces of at most this length."""
+
+    steps: int = 100
+    """Optimizer steps. The data starts again, in a new order, when an epoch ends."""
+    batch_size: int | None = None
+    """Rows of one step over all ranks, a multiple of dp. Default: dp."""
+
+    ulysses: int = 1
+    """Ranks that cut one sequence and exchange it for attention heads by all-to-all."""
+    ring: int = 1
+    """Ranks that cut one sequence and pass keys and values around."""
+    dp: int = 1
+    """Ranks, or groups of ranks, that work on different rows."""
+    table: str = "ulysses"
+    """Placement table by name."""
+
+    lr: float = 2e-5
+    """Learning rate after the warm-up; constant from then on."""
+    warmup: int = 0
+    """Steps over which the learning rate rises linearly from 0."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+    max_norm: float = 1.0
+    """Gradients are scaled down to this global norm. 0 turns clipping off."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Computation and saved weights. auto: bfloat16 on a GPU, float32 on a CPU."""
+    remat: Literal["none", "full"] = "full"
+    """full: keep only each layer's input and compute the layer again for its gradient."""
+
+    seed: int = 0
+    """Decides the order of the documents."""
+    include: tuple[str, ...] = SUFFIXES
+    """File suffixes read from folders."""
+    log_every: int = 1
+    """Steps between two lines of metrics. Larger values keep a GPU from waiting for the host."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Convert:
+    """Convert a checkpoint between the Hugging Face format and usp's own, exactly."""
+
+    src: Annotated[Path, tyro.conf.Positional]
+    """Hugging Face model directory, or a directory in usp's format (usp.json)."""
+    dst: Annotated[Path, tyro.conf.Positional]
+    """New or empty folder."""
+    to: Literal["usp", "hf"]
+    """Format to write."""
+    dtype: Literal["keep", "float32", "bfloat16", "float16"] = "keep"
+    """Type of the written tensors. keep: as they are."""
+    max_shard_size: str = "5GB"
+    """Largest file written, for example 500MB or 5GB. A single larger tensor gets a file of its own."""

@@ -1,0 +1,138 @@
+"""Trading the sequence shard for a head shard and back: Ulysses, with any number of heads on any number of ranks.
+
+Query heads are dealt in contiguous runs that differ by at most one head; every rank also receives the kv heads its
+query heads attend with, so a kv head needed by several ranks is replicated and its gradient summed.
+Source of the scheme: Jacobs et al., "DeepSpeed Ulysses" (arXiv 2309.14509).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from usp.mesh import MeshLike, P, Table, axis_sizes, coordinates, exchange
+from usp.mesh.spec import chunk_lengths, local_range
+
+
+class Deal(NamedTuple):
+    """Heads of one rank: query heads [q_start, q_stop), kv heads [kv_start, kv_stop)."""
+
+    q_start: int
+    q_stop: int
+    kv_start: int
+    kv_stop: int
+
+
+def deal_heads(num_heads: int, num_kv_heads: int, parts: int) -> tuple[Deal, ...]:
+    """Heads of each of `parts` ranks. Raises ValueError when a rank would get none or the groups do not divide."""
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_heads={num_heads} must be a multiple of num_kv_heads, got num_kv_heads={num_kv_heads}. "
+            f"Check the model configuration."
+        )
+    if num_heads < parts:
+        raise ValueError(
+            f"num_heads={num_heads} must be at least the ulysses degree, got ulysses={parts}. "
+            f"Set ulysses={num_heads} or lower and use the other ranks for dp or ring."
+        )
+    group = num_heads // num_kv_heads
+    deals, start = [], 0
+    for i in range(parts):
+        stop = start + num_heads // parts + (i < num_heads % parts)
+        deals.append(Deal(start, stop, start // group, -(-stop // group)))
+        start = stop
+    return tuple(deals)
+
+
+def seq_to_heads(
+    q: Tensor, k: Tensor, v: Tensor, *, mesh: MeshLike, table: Table, seq_len: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Move q, k, v from where they are projected to where attention runs, together.
+
+    q [B, S, N, H], k and v [B, S, K, H], S and heads as `table.attn_x` and the projection leave them; results as
+    `table.q` and `table.kv`. k and v come back with K' heads so that query head i attends with kv head
+    i // (N_local / K'). `seq_len` is the global S. Communicates 1 all-to-all each way over the axis that moves from
+    the sequence to the heads; nothing when none does. Raises ValueError when the table asks for another move.
+    """
+    axis = _trading_axis(table, mesh)
+    if axis is None:
+        return q, k, v
+    num_heads, num_kv = q.shape[2], k.shape[2]
+    deals = deal_heads(num_heads, num_kv, axis_sizes(mesh)[axis])
+    pieces = []
+    for d in deals:
+        pieces.append(q[:, :, d.q_start : d.q_stop])
+        pieces += [t[:, :, d.kv_start : d.kv_stop] for t in (k, v)]
+    # [heads in sending order, B, S@axis, H] -> [own heads, B, S, H]: 1 all-to-all, one copy before, one after
+    packed = torch.cat([piece.movedim(2, 0) for piece in pieces])
+    per_rank = tuple(d.q_stop - d.q_start + 2 * (d.kv_stop - d.kv_start) for d in deals)
+    own_seq = _seq_lengths(table, mesh, axis, seq_len)
+    x = exchange(packed, mesh, axis, split_dim=0, split_sizes=per_rank, cat_dim=2, cat_sizes=own_seq)
+    mine = deals[coordinates(mesh)[axis]]
+    num_q, num_own_kv = mine.q_stop - mine.q_start, mine.kv_stop - mine.kv_start
+    q, k, v = (t.movedim(0, 2) for t in x.split([num_q, num_own_kv, num_own_kv]))
+    order = _local_groups(mine, num_heads // num_kv)
+    if order is not None:
+        index = torch.tensor(order, device=k.device)
+        k, v = k.index_select(2, index), v.index_select(2, index)
+    return q, k, v
+
+
+def heads_to_seq(o: Tensor, *, num_heads: int, mesh: MeshLike, table: Table, seq_len: int) -> Tensor:
+    """Move attention's output o [B, S, N, H] from `table.q` back to where `seq_to_heads` found q.
+
+    `num_heads` is the N that `seq_to_heads` was given, `seq_len` the global S. 1 all-to-all each way, or nothing.
+    """
+    axis = _trading_axis(table, mesh)
+    if axis is None:
+        return o
+    deals = deal_heads(num_heads, num_heads, axis_sizes(mesh)[axis])
+    # [S, B, N@axis, H] -> [S@axis, B, N, H]: 1 all-to-all; for B = 1 the packing is free
+    x = exchange(
+        o.movedim(1, 0),
+        mesh,
+        axis,
+        split_dim=0,
+        split_sizes=_seq_lengths(table, mesh, axis, seq_len),
+        cat_dim=2,
+        cat_sizes=tuple(d.q_stop - d.q_start for d in deals),
+    )
+    return x.movedim(0, 1)
+
+
+def _trading_axis(table: Table, mesh: MeshLike) -> str | None:
+    """The axis that leaves the sequence for the heads, or None; axes of size 1 do not count."""
+    sizes = axis_sizes(mesh)
+
+    def real(axes: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(a for a in axes if sizes[a] > 1)
+
+    made = P(*table.attn_x.dims[:2], table.use["wq"][0], None)
+    if real(made[1]) == real(table.q[1]) and real(made[2]) == real(table.q[2]):
+        return None
+    axis = real(made[1])[-1:]
+    if real(made[1])[:-1] != real(table.q[1]) or real(table.q[2]) != real(made[2]) + axis or real(made[2]):
+        raise ValueError(
+            f"q={table.q} must differ from where q is projected, {made}, by one axis that moves from the sequence "
+            f"to the heads. Change table {table.name!r}."
+        )
+    return axis[0]
+
+
+def _seq_lengths(table: Table, mesh: MeshLike, axis: str, seq_len: int) -> tuple[int, ...]:
+    """Tokens that each rank of `axis` holds of this rank's block of the sequence."""
+    sizes = axis_sizes(mesh)
+    outer = tuple(a for a in table.attn_x[1] if a != axis)
+    block = local_range(seq_len, outer, sizes, coordinates(mesh))[1]
+    return tuple(chunk_lengths(block, sizes[axis]))
+
+
+def _local_groups(deal: Deal, group: int) -> list[int] | None:
+    """Which received kv head each slot uses so that all slots serve equally many query heads; None if as received."""
+    used = [head // group - deal.kv_start for head in range(deal.q_start, deal.q_stop)]
+    runs = [used.count(kv) for kv in range(deal.kv_stop - deal.kv_start)]
+    size = math.gcd(*runs)
+    return None if all(run == size for run in runs) else used[::size]

@@ -1,0 +1,137 @@
+"""AdamW and gradient clipping on local shards of a parameter tree."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from usp.mesh import MeshLike, P, dual, redistribute, replicas
+from usp.mesh.devices import axis_sizes
+
+
+class AdamWState(NamedTuple):
+    """Moments like the parameters, and the number of updates made (one scalar per leaf, as torch's kernel wants)."""
+
+    exp_avg: Any
+    exp_avg_sq: Any
+    steps: Any
+
+
+def adamw_init(params: Any) -> AdamWState:
+    """Zero moments, in the dtype and placement of each parameter."""
+
+    def zeros() -> Any:
+        return pytree.tree_map_only(Tensor, torch.zeros_like, params)
+
+    steps = pytree.tree_map_only(Tensor, lambda p: torch.zeros((), dtype=torch.float32, device=p.device), params)
+    return AdamWState(zeros(), zeros(), steps)
+
+
+@torch.no_grad()
+def adamw_update(
+    params: Any,
+    grads: Any,
+    state: AdamWState,
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+) -> tuple[Any, AdamWState]:
+    """One AdamW step on local shards, by torch's fused kernel. The arguments' memory is reused for the results.
+
+    Decay is decoupled (Loshchilov and Hutter, arXiv 1711.05101) and applies to matrices only, not to 1-D leaves.
+    Does not communicate: gradients must already be at rest, whole sums (`reduce_grads`).
+    """
+    for decay, chosen in ((weight_decay, _matrices), (0.0, _vectors)):
+        leaves = [chosen(params, tree) for tree in (params, grads, state.exp_avg, state.exp_avg_sq, state.steps)]
+        if not leaves[0]:
+            continue
+        p, g, m, v, steps = leaves
+        adamw(
+            p, g, m, v, [], steps,
+            fused=True, amsgrad=False, maximize=False,
+            beta1=betas[0], beta2=betas[1], lr=lr, weight_decay=decay, eps=eps,
+        )  # fmt: skip
+    return params, state
+
+
+def _matrices(params: Any, tree: Any) -> list[Tensor]:
+    return [t for p, t in _pairs(params, tree) if p.dim() > 1 and p.numel()]
+
+
+def _vectors(params: Any, tree: Any) -> list[Tensor]:
+    return [t for p, t in _pairs(params, tree) if p.dim() <= 1 and p.numel()]
+
+
+def _pairs(params: Any, tree: Any) -> list[tuple[Tensor, Tensor]]:
+    pairs = zip(pytree.tree_leaves(params), pytree.tree_leaves(tree), strict=True)
+    return [(p, t) for p, t in pairs if isinstance(p, Tensor)]
+
+
+def reduce_grads(grads: Any, specs: Any, mesh: MeshLike) -> Any:
+    """Sum each gradient over the ranks that hold a copy of its parameter; `specs` are the placements at rest.
+
+    Sharded parameters' gradients are whole already (their gather's transpose summed them). One all-reduce per
+    replicated leaf and axis, in at least float32.
+    """
+
+    def one(grad: Any, spec: P | None) -> Any:
+        if grad is None or spec is None:
+            return grad
+        return redistribute(grad, dual(spec, mesh), spec, mesh)
+
+    return _map(one, grads, specs)
+
+
+def global_norm(grads: Any, specs: Any, mesh: MeshLike) -> Tensor:
+    """2-norm of all gradients together, the same scalar on every rank and mesh. Gradients at rest, whole sums.
+
+    Each leaf counts once however many ranks hold it; squares are summed in float32 or wider. One all-reduce per
+    axis larger than 1.
+    """
+    leaves, specs = _aligned(grads, specs)
+    total: Tensor | None = None
+    for grad, spec in zip(leaves, specs, strict=True):
+        if not isinstance(grad, Tensor):
+            continue
+        wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
+        part = wide.square().sum() / replicas(spec, mesh)
+        total = part if total is None else total + part.to(total.dtype)
+    if total is None:
+        raise ValueError("grads must hold at least one tensor, got none. Pass the tree from value_and_grad.")
+    everything = P(partial=tuple(axis_sizes(mesh)))
+    return redistribute(total, everything, P(), mesh).sqrt()
+
+
+def clip_by_global_norm(grads: Any, specs: Any, mesh: MeshLike, max_norm: float) -> tuple[Any, Tensor]:
+    """Scale the gradients so that their `global_norm` is at most `max_norm`; returns them and the norm before.
+
+    Never waits for the device. A norm that is not finite makes every gradient not finite, so it is not hidden.
+    """
+    if max_norm <= 0:
+        raise ValueError(f"max_norm={max_norm} must be positive. Leave clipping out instead of passing 0.")
+    norm = global_norm(grads, specs, mesh)
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    scaled = pytree.tree_map_only(Tensor, lambda g: g * scale.to(g.dtype), grads)
+    return scaled, norm
+
+
+def _aligned(tree: Any, specs: Any) -> tuple[list[Any], list[Any]]:
+    leaves = pytree.tree_leaves(tree, is_leaf=lambda t: t is None)
+    placed = pytree.tree_leaves(specs, is_leaf=lambda t: t is None or isinstance(t, P))
+    if len(leaves) != len(placed):
+        raise ValueError(f"specs must have one placement per gradient, got {len(placed)} for {len(leaves)}.")
+    return leaves, placed
+
+
+def _map(fn: Any, tree: Any, specs: Any) -> Any:
+    leaves, placed = _aligned(tree, specs)
+    spec = pytree.tree_flatten(tree, is_leaf=lambda t: t is None)[1]
+    return pytree.tree_unflatten([fn(g, s) for g, s in zip(leaves, placed, strict=True)], spec)
+
+
