@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 _ops = torch.ops._c10d_functional
+_PLAIN = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+_PLAIN |= {torch.uint8, torch.int8, torch.int32, torch.int64}
+_BITS = {1: torch.uint8, 2: torch.bfloat16, 4: torch.int32, 8: torch.int64}
 
 
 def all_to_all(
@@ -31,7 +34,7 @@ def all_to_all(
     `index` this rank's place in the group. One copy packs (none when `split_dim` leads a contiguous x), one
     unpacks.
     """
-    front = x.movedim(split_dim, 0).contiguous()
+    front = _bits(x).movedim(split_dim, 0).contiguous()
     row = math.prod(front.shape[1:])
     shapes = []
     for length in cat_sizes:
@@ -42,14 +45,14 @@ def all_to_all(
     flat = _ops.all_to_all_single(front.reshape(-1), receive, [n * row for n in split_sizes], group)
     flat = _ops.wait_tensor(flat)
     pieces = [p.view(s).movedim(0, split_dim) for p, s in zip(flat.split(receive), shapes, strict=True)]
-    return torch.cat(pieces, dim=cat_dim)
+    return torch.cat(pieces, dim=cat_dim).view(x.dtype)
 
 
 def all_gather(x: Tensor, group: str, *, dim: int, length: int, parts: int) -> Tensor:
     """Join the shards of a dimension of `length` cut by the ceil rule over `parts` ranks."""
-    front = _pad_front(x.movedim(dim, 0), -(-length // parts))
+    front = _pad_front(_bits(x).movedim(dim, 0), -(-length // parts))
     full: Tensor = _ops.wait_tensor(_ops.all_gather_into_tensor(front, parts, group))
-    return full[:length].movedim(0, dim)
+    return full[:length].view(x.dtype).movedim(0, dim)
 
 
 def reduce_scatter(x: Tensor, group: str, *, dim: int, own: int, parts: int, dtype: torch.dtype) -> Tensor:
@@ -67,12 +70,17 @@ def all_reduce(x: Tensor, group: str, *, dtype: torch.dtype) -> Tensor:
 
 
 def sum_dtype(dtype: torch.dtype, wanted: torch.dtype | None = None) -> torch.dtype:
-    """Type in which a sum over ranks is taken: `wanted`, or at least float32 for floating point."""
-    if wanted is not None:
-        return wanted
-    if dtype.is_floating_point or dtype.is_complex:
-        return torch.promote_types(dtype, torch.float32)
-    return torch.int64 if dtype is torch.bool else dtype
+    """Type of a sum over ranks: for floating point `wanted` or at least float32, else integer."""
+    if dtype.is_floating_point:
+        if wanted is not None:
+            return wanted
+        return dtype if dtype.itemsize >= 4 else torch.float32
+    return dtype if dtype in _PLAIN else torch.int64
+
+
+def _bits(x: Tensor) -> Tensor:
+    """x, or the same bits as a type that every backend can send (gloo knows no bool, NCCL no int16)."""
+    return x if x.dtype in _PLAIN else x.view(_BITS[x.dtype.itemsize])
 
 
 def _pad_front(x: Tensor, length: int) -> Tensor:

@@ -50,11 +50,17 @@ def check_world_size(world_size: int, *, dp: int, ring: int, ulysses: int) -> No
 def axis_sizes(mesh: MeshLike) -> dict[str, int]:
     """Axis name -> size, outermost first, of a DeviceMesh or of a plain mapping."""
     if isinstance(mesh, DeviceMesh):
-        names = mesh.mesh_dim_names
-        if names is None:
-            raise ValueError("mesh must have named axes. Build it with build_mesh or pass mesh_dim_names.")
-        return dict(zip(names, mesh.shape, strict=True))
+        return dict(_named_sizes(mesh))
     return dict(mesh)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _named_sizes(mesh: DeviceMesh) -> tuple[tuple[str, int], ...]:
+    """A constant inside torch.compile, which in 2.11 cannot read a mesh's shape."""
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise ValueError("mesh must have named axes. Build it with build_mesh or pass mesh_dim_names.")
+    return tuple(zip(names, mesh.shape, strict=True))
 
 
 def coordinates(mesh: MeshLike) -> dict[str, int]:

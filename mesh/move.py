@@ -6,7 +6,6 @@ A move is linear, so its derivative is itself and its transpose is the move betw
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -18,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from usp.mesh import collectives
 from usp.mesh.devices import MeshLike, axis_sizes, coordinates, group_name
 from usp.mesh.plan import find_steps
-from usp.mesh.spec import P, chunk, chunk_lengths, dual, local_range
+from usp.mesh.spec import Axes, P, chunk, chunk_lengths, dual
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Move:
     def program(self) -> tuple[Instruction, ...]:
         if isinstance(self.mesh, DeviceMesh):
             program: tuple[Instruction, ...] = _program(
-                self.src, self.dst, self.mesh, self.shape, self.turns, self.summed
+                _plain(self.src), _plain(self.dst), self.mesh, self.turns, self.summed
             )
             return program
         coordinates(self.mesh)  # a mapping stands for one process, where nothing moves
@@ -64,39 +63,43 @@ class Move:
         if self.shape is None:
             _check_even(x.shape, program)
         for instruction in program:
-            x = _execute(x, instruction, self.reduce_dtype)
+            x = _execute(x, instruction, self.shape, self.reduce_dtype)
         return x
 
 
-Instruction = tuple[str, int, int, int, int, int, str]
-"""One step for this rank: kind, dim, to_dim, parts, own index, length of `dim` uncut (-1: even), group."""
+Instruction = tuple[str, int, int, int, int, tuple[tuple[int, int], ...], str]
+"""One step for this rank: kind, dim, to_dim, number of ranks, own index, the same two numbers of each axis that
+cuts `dim` further out, group."""
+
+Plain = tuple[tuple[Axes, ...], Axes]  # a spec as tuples, which torch.compile 2.11 takes for a constant
+
+
+def _plain(spec: P) -> Plain:
+    return spec.dims, spec.partial
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _program(
-    src: P, dst: P, mesh: DeviceMesh, shape: tuple[int, ...] | None, turns: int, summed: bool
+    source: Plain, target: Plain, mesh: DeviceMesh, turns: int, summed: bool
 ) -> tuple[Instruction, ...]:
     """The plan as plain numbers, remembered; inside torch.compile they are constants of the program."""
+    src, dst = (P(*dims, partial=partial) for dims, partial in (source, target))
     if turns and summed:
         src, dst = src.reduced(), dst.reduced()
     if turns % 2:
         src, dst = (dst, src) if summed else (dual(dst, mesh), dual(src, mesh))
-    return _compile(src, dst, mesh, shape)
+    return _compile(src, dst, mesh)
 
 
 @lru_cache(maxsize=4096)
-def _compile(src: P, dst: P, mesh: DeviceMesh, shape: tuple[int, ...] | None) -> tuple[Instruction, ...]:
-    """Without a global shape the plan is made for the smallest evenly cut one: the same on all ranks."""
+def _compile(src: P, dst: P, mesh: DeviceMesh) -> tuple[Instruction, ...]:
     sizes, at = axis_sizes(mesh), coordinates(mesh)
-    nominal = (math.prod(sizes.values()),) * len(src)
     program = []
-    for step in find_steps(src, dst, shape or nominal, 1, tuple(sizes.items())):
+    for step in find_steps(src, dst, tuple(sizes.items())):
         dim, to = (-1 if d is None else d for d in (step.dim, step.to_dim))
-        length = -1
-        if shape is not None and step.dim is not None:
-            length = local_range(shape[dim], step.before[dim][:-1], sizes, at)[1]
+        outer = () if step.dim is None else tuple((sizes[a], at[a]) for a in step.before[dim][:-1])
         group = group_name(mesh, step.axis)
-        program.append((step.kind, dim, to, sizes[step.axis], at[step.axis], length, group))
+        program.append((step.kind, dim, to, sizes[step.axis], at[step.axis], outer, group))
     return tuple(program)
 
 
@@ -115,10 +118,15 @@ def _check_even(local: Sequence[int], program: Sequence[Instruction]) -> None:
             lengths[to] //= parts
 
 
-def _execute(x: Tensor, instruction: Instruction, reduce_dtype: torch.dtype | None) -> Tensor:
-    kind, dim, to, parts, index, length, group = instruction
-    if dim >= 0 and length < 0:
-        length = x.shape[dim] * parts
+def _execute(
+    x: Tensor, instruction: Instruction, shape: tuple[int, ...] | None, reduce_dtype: torch.dtype | None
+) -> Tensor:
+    kind, dim, to, parts, index, outer, group = instruction
+    length = -1  # of `dim`, before this axis cut it
+    if dim >= 0:
+        length = x.shape[dim] * parts if shape is None else shape[dim]
+        for count, at in outer if shape is not None else ():
+            length = chunk(length, count, at)[1]
     dtype = collectives.sum_dtype(x.dtype, reduce_dtype)
     if kind == "all_to_all":
         split, cat = chunk_lengths(x.shape[to], parts), chunk_lengths(length, parts)

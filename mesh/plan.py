@@ -5,8 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from fractions import Fraction
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import count
 
@@ -84,32 +83,33 @@ class Plan:
 def plan(src: P, dst: P, shape: tuple[int, ...], dtype: torch.dtype, mesh: MeshLike) -> Plan:
     """Compile the move of a tensor of global `shape` from `src` to `dst`; least bytes, then fewest steps.
 
-    `mesh` is a DeviceMesh or a mapping such as {"dp": 1, "ring": 2, "ulysses": 4}; no process group is
-    needed. The result depends on global facts only, so all ranks compile the same plan. Raises ValueError
-    when a spec does not fit the mesh or the shape.
+    `mesh` is a DeviceMesh or a mapping such as {"dp": 1, "ring": 2, "ulysses": 4}; no process group is needed.
+    The steps depend on the placements and the mesh alone, so all ranks agree at every length; `shape` gives
+    the bytes. Raises ValueError when a spec does not fit the mesh or the shape.
     """
     sizes = check_spec(src, mesh, len(shape), "src")
     check_spec(dst, mesh, len(shape), "dst")
-    steps = find_steps(src, dst, tuple(shape), dtype.itemsize, tuple(sizes.items()))
-    return Plan(src, dst, tuple(shape), dtype, sizes, steps)
+    steps = [
+        replace(step, nbytes=_sent(step.kind, step.axis, step.before.dims, shape, dtype.itemsize, sizes))
+        for step in find_steps(src, dst, tuple(sizes.items()))
+    ]
+    return Plan(src, dst, tuple(shape), dtype, sizes, tuple(steps))
 
 
 State = tuple[tuple[Axes, ...], Axes]  # axes of each dimension; pending sums
-Entry = tuple[Fraction, int, int, State, tuple[Step, ...]]  # bytes, steps, order; where, and how we got there
 
 
 @lru_cache(maxsize=4096)
-def find_steps(
-    src: P, dst: P, shape: tuple[int, ...], itemsize: int, mesh: tuple[tuple[str, int], ...]
-) -> tuple[Step, ...]:
+def find_steps(src: P, dst: P, mesh: tuple[tuple[str, int], ...]) -> tuple[Step, ...]:
     """Cheapest path from `src` to `dst` (Dijkstra over placements; axes of size 1 take no part).
 
-    Costs are exact fractions, so the choice does not depend on `itemsize` nor, for even cuts, on the shape.
+    Costs are those of a tensor that every placement cuts evenly.
     """
     sizes = dict(mesh)
+    shape = (math.prod(sizes.values()),) * len(src)
     start, goal = _state(src, sizes), _state(dst, sizes)
     order = count()  # equal costs keep the order in which they were found
-    queue: list[Entry] = [(Fraction(0), 0, next(order), start, ())]
+    queue: list[tuple[int, int, int, State, tuple[Step, ...]]] = [(0, 0, next(order), start, ())]
     done: set[State] = set()
     while queue:
         cost, num_steps, _, state, path = heapq.heappop(queue)
@@ -118,9 +118,12 @@ def find_steps(
         if state in done:
             continue
         done.add(state)
-        for step, new, sent in _moves(state, goal, shape, itemsize, sizes):
+        for kind, axis, dim, to, new in _moves(state, goal, sizes):
             if new not in done:
-                heapq.heappush(queue, (cost + sent, num_steps + 1, next(order), new, (*path, step)))
+                before, after = (P(*dims, partial=partial) for dims, partial in (state, new))
+                step = Step(kind, axis, dim, to, before, after, 0)
+                total = cost + _sent(kind, axis, state[0], shape, 1, sizes)
+                heapq.heappush(queue, (total, num_steps + 1, next(order), new, (*path, step)))
     raise AssertionError(f"no path from {src} to {dst}")
 
 
@@ -132,19 +135,13 @@ def _state(spec: P, sizes: Mapping[str, int]) -> State:
 
 
 def _moves(
-    state: State, goal: State, shape: tuple[int, ...], itemsize: int, sizes: Mapping[str, int]
-) -> Iterator[tuple[Step, State, Fraction]]:
-    """Every single step from `state`, and what it costs. Only the innermost axis of a dimension can move."""
-    dims, partial = state
-    local = [_largest(n, axes, sizes) for n, axes in zip(shape, dims, strict=True)]
-    nbytes = math.prod(local) * itemsize
+    state: State, goal: State, sizes: Mapping[str, int]
+) -> Iterator[tuple[str, str, int | None, int | None, State]]:
+    """Every single step from `state`: kind, axis, dim, to_dim and where it leads.
 
-    def step(
-        kind: str, axis: str, dim: int | None, to: int | None, share: Fraction | int, new: State
-    ) -> tuple[Step, State, Fraction]:
-        before, after = (P(*d, partial=p) for d, p in (state, new))
-        sent = Fraction(nbytes * share)
-        return Step(kind, axis, dim, to, before, after, math.ceil(sent)), new, sent
+    Only the innermost axis of a dimension can move, and only an axis that the goal wants cut is sliced.
+    """
+    dims, partial = state
 
     def put(base: tuple[Axes, ...], dim: int, axis: str) -> tuple[Axes, ...]:
         return tuple((*axes, axis) if i == dim else axes for i, axes in enumerate(base))
@@ -153,33 +150,45 @@ def _moves(
     for dim, axes in enumerate(dims):
         if not axes:
             continue
-        axis, k = axes[-1], sizes[axes[-1]]
-        part = Fraction(k - 1, k)
+        axis = axes[-1]
         without = tuple(a[:-1] if i == dim else a for i, a in enumerate(dims))
-        yield step("all_gather", axis, dim, None, k - 1, (without, partial))
+        yield "all_gather", axis, dim, None, (without, partial)
         for to in everywhere:
             if to != dim:
-                yield step("all_to_all", axis, dim, to, part, (put(without, to, axis), partial))
+                yield "all_to_all", axis, dim, to, (put(without, to, axis), partial)
         if axis in goal[1]:
-            yield step("pad", axis, dim, None, 0, (without, tuple(sorted((*partial, axis)))))
+            yield "pad", axis, dim, None, (without, tuple(sorted((*partial, axis))))
     for axis in partial:
-        part = Fraction(sizes[axis] - 1, sizes[axis])
         rest = tuple(a for a in partial if a != axis)
-        yield step("all_reduce", axis, None, None, 2 * part, (dims, rest))
+        yield "all_reduce", axis, None, None, (dims, rest)
         for to in everywhere:
-            yield step("reduce_scatter", axis, None, to, part, (put(dims, to, axis), rest))
+            yield "reduce_scatter", axis, None, to, (put(dims, to, axis), rest)
     used = {a for axes in dims for a in axes} | set(partial)
-    for axis in (a for a, k in sizes.items() if k > 1 and a not in used):
+    for axis in (a for axes in goal[0] for a in axes if a not in used):
         for to in everywhere:
-            yield step("slice", axis, None, to, 0, (put(dims, to, axis), partial))
-        if axis in goal[1]:
-            yield step("mask", axis, None, None, 0, (dims, tuple(sorted((*partial, axis)))))
+            yield "slice", axis, None, to, (put(dims, to, axis), partial)
+    for axis in (a for a in goal[1] if a not in used):
+        yield "mask", axis, None, None, (dims, tuple(sorted((*partial, axis))))
 
 
-def _largest(n: int, axes: Axes, sizes: Mapping[str, int]) -> int:
-    for axis in axes:
-        n = -(-n // sizes[axis])
-    return n
+def _sent(
+    kind: str,
+    axis: str,
+    dims: tuple[Axes, ...],
+    shape: tuple[int, ...],
+    itemsize: int,
+    sizes: Mapping[str, int],
+) -> int:
+    """Bytes that one rank sends in a step that starts at `dims`, rounded up; see `Step.nbytes`."""
+    if kind not in COMMUNICATES:
+        return 0
+    nbytes, k = itemsize, sizes[axis]
+    for n, axes in zip(shape, dims, strict=True):
+        for a in axes:
+            n = -(-n // sizes[a])
+        nbytes *= n
+    times = {"all_gather": k, "all_to_all": 1, "reduce_scatter": 1, "all_reduce": 2}[kind]
+    return -(-times * nbytes * (k - 1) // k)
 
 
 def _human(nbytes: int) -> str:

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from usp.mesh.devices import MeshLike
+from usp.mesh.devices import MeshLike, axis_sizes, coordinates
 from usp.mesh.dtensor import NO_VMAP, global_stride, placements_of, spec_of, unwrapped
 from usp.mesh.linear import apply_linear
 from usp.mesh.move import Move
-from usp.mesh.spec import P, check_spec, local_shape
+from usp.mesh.spec import Axes, P, check_spec, chunk, local_shape
 
 
 def redistribute(
@@ -37,8 +37,10 @@ def redistribute(
     those of DTensors carry their own placement. Raises ValueError when a spec does not fit the mesh or the
     tensor, before communicating.
     """
-    if reduce_dtype is not None and not (reduce_dtype.is_floating_point or reduce_dtype.is_complex):
+    if reduce_dtype is not None and not reduce_dtype.is_floating_point:
         raise ValueError(f"reduce_dtype={reduce_dtype} must be floating point. Leave it out to sum integers.")
+    if x.is_complex():
+        raise ValueError(f"dtype={x.dtype} must be real. Redistribute torch.view_as_real(x).")
     if mesh is None:
         want, given = (src, None) if dst is None else (dst, src)
         if shape is not None:
@@ -69,9 +71,23 @@ def _check_shape(local: tuple[int, ...], src: P, mesh: MeshLike, shape: tuple[in
         )
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _own_shape(src: P, mesh: MeshLike, shape: tuple[int, ...]) -> tuple[int, ...]:
-    return local_shape(src, shape, mesh)
+    """`local_shape`, in arithmetic that torch.compile can follow when sizes are symbols."""
+    if not isinstance(mesh, DeviceMesh):
+        return local_shape(src, shape, mesh)
+    own = []
+    for n, cuts in zip(shape, _cuts(src.dims, mesh), strict=True):
+        for parts, index in cuts:
+            n = chunk(n, parts, index)[1]
+        own.append(n)
+    return tuple(own)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _cuts(dims: tuple[Axes, ...], mesh: DeviceMesh) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Per dimension, for each axis that cuts it: number of ranks and own index."""
+    sizes, at = axis_sizes(mesh), coordinates(mesh)
+    return tuple(tuple((sizes[a], at[a]) for a in axes) for axes in dims)
 
 
 def _redistribute_dtensor(x: Tensor, dst: P, given: P | None, reduce_dtype: torch.dtype | None) -> Tensor:

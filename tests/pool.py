@@ -1,4 +1,4 @@
-"""Living gloo ranks: started once, then any number of checks run on them. Starting ranks costs seconds each."""
+"""Living gloo ranks: started once, then any number of checks run on them."""
 
 from __future__ import annotations
 

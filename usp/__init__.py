@@ -1,15 +1,16 @@
-"""Unified sequence parallelism: a functional core on PyTorch in which the placement of every tensor is declared.
+"""Unified sequence parallelism: a functional core on PyTorch where the placement of every tensor is declared.
 
 Nothing here runs at import: no process group, no environment change, no device.
 """
+# ruff: noqa: E402  (the check of the checkout must come before the imports that it explains)
 
 from pathlib import Path as _Path
 
 for _room in ("mesh", "models", "tools"):
     if not (_Path(__file__).parent / _room).is_dir():
         raise ImportError(
-            f"usp/{_room} must be a link to ../{_room} (or a folder, when installed), got a plain file: this checkout "
-            f"has no symbolic links. Run: git config core.symlinks true && git checkout -- usp"
+            f"usp/{_room} must be a link to ../{_room} (or a folder, when installed), got a plain file: this "
+            f"checkout has no symbolic links. Run: git config core.symlinks true && git checkout -- usp"
         )
 
 from usp.attention import attention

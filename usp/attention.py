@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from itertools import pairwise
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -25,25 +26,40 @@ def attention(
 ) -> Tensor:
     """softmax(scale * q k^T) v within documents, on this rank's heads. Does not communicate.
 
-    q [B, S, N, H], k and v [B, S, K, H], N a multiple of K; result like q. `cu_seqlens`, on the CPU, are document
-    boundaries over the B rows of S laid end to end, from 0 to B * S; None: one document a row. `scale` is
-    1 / sqrt(H) unless given. `kernel`: "cudnn", "flash", "cpu", "reference" (plain torch, any device and dtype,
-    any order of derivative), or "auto": the first that takes the input. Kernels but the reference give first
-    derivatives only. Raises ValueError for shapes that do not fit or a kernel that cannot take the input.
+    q [B, S, N, H], k and v [B, S, K, H], N a multiple of K; result like q. `cu_seqlens`, on the CPU, are
+    document boundaries over the B rows of S laid end to end, every end of a row among them; None: one
+    document a row. `scale` is 1 / sqrt(H) unless given. `kernel`: "cudnn", "flash", "cpu", "reference" (plain
+    torch, any device and dtype, any order of derivative, forward mode too), or "auto": the first that takes
+    the input. Kernels but the reference give first derivatives in reverse mode only. Raises ValueError for
+    shapes or boundaries that do not fit or a kernel that cannot take the input.
     """
     _check_shapes(q, k, v)
     rows, length = q.shape[:2]
-    edges = tuple(range(0, rows * length + 1, length)) if cu_seqlens is None else tuple(cu_seqlens.tolist())
-    rising = all(a < b for a, b in zip(edges, edges[1:], strict=False))
-    if edges[:1] != (0,) or edges[-1] != rows * length or not rising:
-        raise ValueError(
-            f"cu_seqlens must rise from 0 to B * S, got B={rows}, S={length}. Pass boundaries of whole sequences."
-        )
+    edges = tuple(range(0, rows * length + 1, length))
+    if cu_seqlens is not None:
+        edges = _boundaries(cu_seqlens, edges)
     mask = Mask(edges, causal, 1 / math.sqrt(q.shape[3]) if scale is None else scale)
     chosen = _choose(kernel, q, packed=len(edges) != rows + 1)
     if chosen is None:
         return _reference(q, k, v, mask)
-    return _Attention.apply(q, k, v, mask, chosen)[0]
+    return cast(Tensor, _Attention.apply(q, k, v, mask, chosen)[0])  # type: ignore[no-untyped-call]
+
+
+def _boundaries(cu_seqlens: Tensor, row_edges: tuple[int, ...]) -> tuple[int, ...]:
+    """Document boundaries as host integers; they must rise and hold every end of a row."""
+    if cu_seqlens.device.type != "cpu":
+        raise ValueError(
+            f"cu_seqlens must be on the CPU, got {cu_seqlens.device}: reading it would wait for the device. "
+            f"Keep it where shard_batch made it."
+        )
+    edges = tuple(cu_seqlens.tolist())
+    rising = all(a < b for a, b in pairwise(edges))
+    if not rising or edges[:1] != (0,) or edges[-1] != row_edges[-1] or not set(row_edges) <= set(edges):
+        raise ValueError(
+            f"cu_seqlens must rise from 0 to B * S through the end of every row, got B={len(row_edges) - 1}, "
+            f"S={row_edges[1]}. Pass boundaries of whole sequences, and end documents where rows end."
+        )
+    return edges
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -58,7 +74,9 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
 def _choose(name: str, q: Tensor, *, packed: bool) -> Kernel | None:
     """The kernel, or None for the reference."""
     able = [
-        k for k in KERNELS.values() if q.device.type in k.devices and q.dtype in k.dtypes and (k.packed or not packed)
+        k
+        for k in KERNELS.values()
+        if q.device.type in k.devices and q.dtype in k.dtypes and (k.packed or not packed)
     ]
     if name == "reference" or (name == "auto" and not able):
         return None
@@ -78,7 +96,7 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     wide = torch.promote_types(q.dtype, torch.float32)
     flat = [t.flatten(0, 1).to(wide) for t in (q, k, v)]
     outs = []
-    for start, stop in zip(mask.edges, mask.edges[1:], strict=False):
+    for start, stop in pairwise(mask.edges):
         qd, kd, vd = (t[start:stop] for t in flat)
         kd, vd = (t.repeat_interleave(group, 1) for t in (kd, vd))
         for first in range(0, stop - start, _TILE):
@@ -94,7 +112,7 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
 
 
 class _Attention(torch.autograd.Function):
-    """A kernel with its explicit backward; results: output, log-sum-exp and whatever the kernel wants back."""
+    """A kernel with its explicit backward. Results: output, log-sum-exp and what else the kernel keeps."""
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, kernel: Kernel) -> tuple[Tensor, ...]:
@@ -104,36 +122,75 @@ class _Attention(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         q, k, v, ctx.mask, ctx.kernel = inputs
         ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)  # no zeros for gradients of what only the backward reads
         ctx.save_for_backward(q, k, v, *output)
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor, *_: Any) -> tuple[Any, ...]:  # type: ignore[override]
-        return (*_AttentionBackward.apply(ctx.mask, ctx.kernel, do, *ctx.saved_tensors), None, None)
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        q, k, v, o, *kept = ctx.saved_tensors
+        kept += [None] * (3 - len(kept))
+        d_qkv = _AttentionBackward.apply(grads[0], q, k, v, o, *kept, ctx.mask, ctx.kernel)  # type: ignore[no-untyped-call]
+        return (*d_qkv, None, None)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, q: Tensor, k: Tensor, v: Tensor, mask: Mask, kernel: Kernel) -> Any:
-        """Fold the mapped dimension into the batch."""
-        size = info.batch_size
-        moved = [
-            t.movedim(d, 0) if d is not None else t.expand(size, *t.shape)
-            for t, d in zip((q, k, v), in_dims[:3], strict=True)
-        ]
-        total = mask.edges[-1]
-        edges = (0, *(i * total + edge for i in range(size) for edge in mask.edges[1:]))
-        folded = (t.flatten(0, 1) for t in moved)
-        out = _Attention.apply(*folded, mask._replace(edges=edges), kernel)
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
+        """Fold the mapped dimension into the batch. What the kernel keeps stays folded, for its backward."""
+        size, (mask, kernel) = info.batch_size, args[3:]
+        q, k, v = (_leading(t, d, size).flatten(0, 1) for t, d in zip(args[:3], in_dims[:3], strict=True))
+        out = _Attention.apply(q, k, v, _repeated(mask, size), kernel)  # type: ignore[no-untyped-call]
         return (out[0].unflatten(0, (size, -1)), *out[1:]), (0, *(None for _ in out[1:]))
 
 
 class _AttentionBackward(torch.autograd.Function):
+    """No *args in `forward`: torch.compile counts its parameters."""
+
     @staticmethod
-    def forward(mask: Mask, kernel: Kernel, do: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return kernel.backward(do, *saved, mask)
+    def forward(
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        state: Tensor | None,
+        more: Tensor | None,
+        mask: Mask,
+        kernel: Kernel,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        kept = [t for t in (lse, state, more) if t is not None]
+        return kernel.backward(do, q, k, v, o, *kept, mask)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         pass
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        raise RuntimeError('this kernel gives first derivatives only. Use attention(..., kernel="reference").')
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        raise RuntimeError(
+            'this kernel gives first derivatives only. Use attention(..., kernel="reference").'
+        )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
+        size, kept, (mask, kernel) = info.batch_size, args[5:8], args[8:]
+        whole = [_leading(t, d, size) for t, d in zip(args[:5], in_dims[:5], strict=True)]
+        if in_dims[4] is not None:  # o was mapped: the forward was folded, and with it what the kernel kept
+            folded = [t.flatten(0, 1) for t in whole]
+            grads = _AttentionBackward.apply(*folded, *kept, _repeated(mask, size), kernel)  # type: ignore[no-untyped-call]
+            return tuple(g.unflatten(0, (size, -1)) for g in grads), (0, 0, 0)
+        each = [
+            _AttentionBackward.apply(*(t[i] for t in whole), *kept, mask, kernel)  # type: ignore[no-untyped-call]
+            for i in range(size)
+        ]
+        return tuple(torch.stack(g) for g in zip(*each, strict=True)), (0, 0, 0)
+
+
+def _leading(t: Tensor, dim: int | None, size: int) -> Tensor:
+    """The mapped dimension of `t` in front; an unmapped tensor is repeated."""
+    return t.expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
+
+
+def _repeated(mask: Mask, size: int) -> Mask:
+    """The mask of `size` copies of the batch laid end to end."""
+    total = mask.edges[-1]
+    return mask._replace(edges=(0, *(i * total + edge for i in range(size) for edge in mask.edges[1:])))

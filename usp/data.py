@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -31,10 +32,10 @@ class Batch(NamedTuple):
 class Shard(NamedTuple):
     """One rank's part of a batch, its rows cut over dp and its sequence as `table.tokens` says.
 
-    tokens, positions [b, s] int64, positions counted from each document's start. labels [b, s] int64, shifted: the
-    target of the token at the same place, -100 for none. cu_seqlens int32 on the CPU: boundaries over the b rows of
-    `seq_len` tokens laid end to end, whole sequences. num_valid: scalar, targets in the whole batch, all ranks.
-    seq_len: padded global S. orig: (B, S) of the batch.
+    tokens, positions [b, s] int64, positions counted from each document's start. labels [b, s] int64,
+    shifted: the target of the token at the same place, -100 for none. cu_seqlens int32 on the CPU: boundaries
+    over the b rows of `seq_len` tokens laid end to end, whole sequences. num_valid: scalar, targets in the
+    whole batch, all ranks. seq_len: padded global S. orig: (B, S) of the batch.
     """
 
     tokens: Tensor
@@ -51,9 +52,9 @@ def shard_batch(
 ) -> Shard:
     """This rank's `Shard` of `batch`; every rank passes the same batch. Does not communicate.
 
-    Labels are shifted inside each document before anything is cut, so no target is lost at a shard's end. Rows are
-    padded on the right to what the sequence axes divide; padding is a document of its own without targets.
-    Raises ValueError for shapes, boundaries or a batch size that do not fit.
+    Labels are shifted inside each document before anything is cut, so no target is lost at a shard's end.
+    Rows are padded on the right to what the sequence axes divide; padding is a document of its own without
+    targets. Raises ValueError for shapes, boundaries or a batch size that do not fit.
     """
     tokens, labels, bounds = _checked(batch)
     num_rows, seq_len = tokens.shape
@@ -68,29 +69,33 @@ def shard_batch(
     padded = -(-seq_len // parts) * parts
     shifted, positions = torch.full_like(tokens, IGNORE), torch.empty_like(tokens)
     for row, edges in enumerate(bounds):
-        for start, stop in zip(edges, edges[1:], strict=False):
+        for start, stop in pairwise(edges):
             shifted[row, start : stop - 1] = labels[row, start + 1 : stop]
             positions[row, start:stop] = torch.arange(stop - start)
     num_valid = (shifted != IGNORE).sum().double()
     rows, cols = local_slices(table.tokens, (num_rows, padded), mesh)
     extra = padded - seq_len
     pad_positions = torch.arange(extra).expand(num_rows, -1)
-    whole = (
-        torch.cat([tokens, tokens.new_zeros(num_rows, extra)], 1),
-        torch.cat([shifted, tokens.new_full((num_rows, extra), IGNORE)], 1),
-        torch.cat([positions, pad_positions], 1),
-    )
+    tokens = torch.cat([tokens, tokens.new_zeros(num_rows, extra)], 1)
+    shifted = torch.cat([shifted, tokens.new_full((num_rows, extra), IGNORE)], 1)
+    positions = torch.cat([positions, pad_positions], 1)
     edges = [0]
     for i, row in enumerate(range(rows.start, rows.stop)):
         edges += [i * padded + edge for edge in bounds[row][1:]] + ([(i + 1) * padded] if extra else [])
     target = mesh_device(mesh) if device is None else torch.device(device)
-    mine = [t[rows, cols].to(target) for t in whole]
-    cu_seqlens = torch.tensor(edges, dtype=torch.int32)
-    return Shard(*mine, cu_seqlens, num_valid.to(target), padded, (num_rows, seq_len))
+    return Shard(
+        tokens=tokens[rows, cols].to(target),
+        labels=shifted[rows, cols].to(target),
+        positions=positions[rows, cols].to(target),
+        cu_seqlens=torch.tensor(edges, dtype=torch.int32),
+        num_valid=num_valid.to(target),
+        seq_len=padded,
+        orig=(num_rows, seq_len),
+    )
 
 
 def unshard_batch(x: Tensor, shard: Shard, *, table: Table, mesh: MeshLike) -> Tensor:
-    """The global [B, S, ...] of a per-token x [b, s, ...] on every rank, padding removed: the inverse of the cut.
+    """The global [B, S, ...] of a per-token x [b, s, ...] on every rank, padding removed: the cut undone.
 
     Gathers over the axes that shard `table.tokens`, one all-gather each.
     """
@@ -113,7 +118,7 @@ def _checked(batch: Batch) -> tuple[Tensor, Tensor, list[list[int]]]:
     for name, other in (("labels", labels), ("valid", batch.valid)):
         if other is not None and other.shape != tokens.shape:
             raise ValueError(
-                f"{name}={tuple(other.shape)} must have the shape of tokens, got tokens={tuple(tokens.shape)}. "
+                f"{name}={tuple(other.shape)} must have the shape of tokens, got {tuple(tokens.shape)}. "
                 f"Pass one entry per token (labels not shifted)."
             )
     num_rows, seq_len = tokens.shape
@@ -122,9 +127,11 @@ def _checked(batch: Batch) -> tuple[Tensor, Tensor, list[list[int]]]:
     else:
         bounds = [[int(edge) for edge in row] for row in batch.cu_seqlens]
     if len(bounds) != num_rows:
-        raise ValueError(f"cu_seqlens must have one entry per row, got {len(bounds)} for B={num_rows}. Add the rows.")
+        raise ValueError(
+            f"cu_seqlens must have one entry per row, got {len(bounds)} for B={num_rows}. Add the rows."
+        )
     for row, edges in enumerate(bounds):
-        rising = all(a < b for a, b in zip(edges, edges[1:], strict=False))
+        rising = all(a < b for a, b in pairwise(edges))
         if len(edges) < 2 or edges[0] != 0 or edges[-1] != seq_len or not rising:
             raise ValueError(
                 f"cu_seqlens[{row}]={edges} must rise from 0 to S, got S={seq_len}. Give each row's document "
@@ -135,11 +142,16 @@ def _checked(batch: Batch) -> tuple[Tensor, Tensor, list[list[int]]]:
     return tokens, labels, bounds
 
 
-def _without_padding(valid: Tensor, labels: Tensor, bounds: list[list[int]]) -> tuple[Tensor, list[list[int]]]:
+def _without_padding(
+    valid: Tensor, labels: Tensor, bounds: list[list[int]]
+) -> tuple[Tensor, list[list[int]]]:
+    """Labels without padding, and boundaries at which the padding of a row is one document."""
     seq_len = valid.shape[1]
     lengths = valid.sum(1)
     if not torch.equal(valid, torch.arange(seq_len) < lengths.unsqueeze(1)):
-        raise ValueError("valid must be True, then False, along each row, got padding before tokens. Pad on the right.")
+        raise ValueError(
+            "valid must be True, then False, along each row, got padding before tokens. Pad on the right."
+        )
     cut = []
     for edges, length in zip(bounds, lengths.tolist(), strict=True):
         inside = [edge for edge in edges if edge < length]

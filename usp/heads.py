@@ -1,13 +1,13 @@
-"""Trading the sequence shard for a head shard and back: Ulysses, with any number of heads on any number of ranks.
+"""Trading the sequence shard for a head shard and back: Ulysses, with any number of heads on any ranks.
 
-Query heads are dealt in contiguous runs that differ by at most one head; every rank also receives the kv heads its
-query heads attend with, so a kv head needed by several ranks is replicated and its gradient summed.
+Query heads are dealt in contiguous runs that differ by at most one head; every rank also receives the kv
+heads its query heads attend with, so a kv head needed by several ranks is replicated and its gradient summed.
 Source of the scheme: Jacobs et al., "DeepSpeed Ulysses" (arXiv 2309.14509).
 """
 
 from __future__ import annotations
 
-import math
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ class Deal(NamedTuple):
 
 
 def deal_heads(num_heads: int, num_kv_heads: int, parts: int) -> tuple[Deal, ...]:
-    """Heads of each of `parts` ranks. Raises ValueError when a rank would get none or the groups do not divide."""
+    """Heads of each of `parts` ranks. Raises ValueError when one would get none or groups do not divide."""
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(
             f"num_heads={num_heads} must be a multiple of num_kv_heads, got num_kv_heads={num_kv_heads}. "
@@ -52,20 +52,30 @@ def seq_to_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Move q, k, v from where they are projected to where attention runs, together.
 
-    q [B, S, N, H], k and v [B, S, K, H], S and heads as `table.attn_x` and the projection leave them; results as
-    `table.q` and `table.kv`. k and v come back with K' heads so that query head i attends with kv head
-    i // (N_local / K'). `seq_len` is the global S. Communicates 1 all-to-all each way over the axis that moves from
-    the sequence to the heads; nothing when none does. Raises ValueError when the table asks for another move.
+    q [B, S, N, H], k and v [B, S, K, H], S and heads as `table.attn_x` and the projection leave them; results
+    as `table.q` and `table.kv`. k and v come back with K' heads so that query head i attends with kv head i
+    // (N_local / K'). `seq_len` is the global S. Communicates 1 all-to-all each way over the axis that moves
+    from the sequence to the heads; nothing when none does. Gradients of replicated kv heads are summed in at
+    least float32. Raises ValueError when the table asks for another move, shapes do not fit or a rank would
+    get no head.
     """
     axis = _trading_axis(table, mesh)
     if axis is None:
         return q, k, v
+    if k.shape != v.shape or (*q.shape[:2], q.shape[3]) != (*k.shape[:2], k.shape[3]):
+        raise ValueError(
+            f"k={tuple(k.shape)}, v={tuple(v.shape)} must be [B, S, K, H], got q={tuple(q.shape)} as "
+            f"[B, S, N, H]. Pass all three with the same B, S and H."
+        )
     num_heads, num_kv = q.shape[2], k.shape[2]
     deals = deal_heads(num_heads, num_kv, axis_sizes(mesh)[axis])
+    dtype, wide = k.dtype, torch.promote_types(k.dtype, torch.float32)
+    if any(a.kv_stop > b.kv_start for a, b in pairwise(deals)):
+        k, v = k.to(wide), v.to(wide)  # so that the replicas' gradients are summed in it
     pieces = []
     for d in deals:
         pieces.append(q[:, :, d.q_start : d.q_stop])
-        pieces += [t[:, :, d.kv_start : d.kv_stop] for t in (k, v)]
+        pieces += [t[:, :, d.kv_start : d.kv_stop].to(dtype) for t in (k, v)]
     # [heads in sending order, B, S@axis, H] -> [own heads, B, S, H]: 1 all-to-all, one copy before, one after
     packed = torch.cat([piece.movedim(2, 0) for piece in pieces])
     per_rank = tuple(d.q_stop - d.q_start + 2 * (d.kv_stop - d.kv_start) for d in deals)
@@ -73,18 +83,19 @@ def seq_to_heads(
     x = exchange(packed, mesh, axis, split_dim=0, split_sizes=per_rank, cat_dim=2, cat_sizes=own_seq)
     mine = deals[coordinates(mesh)[axis]]
     num_q, num_own_kv = mine.q_stop - mine.q_start, mine.kv_stop - mine.kv_start
-    q, k, v = (t.movedim(0, 2) for t in x.split([num_q, num_own_kv, num_own_kv]))
+    q, k, v = (t.movedim(0, 2) for t in torch.split(x, [num_q, num_own_kv, num_own_kv]))
     order = _local_groups(mine, num_heads // num_kv)
     if order is not None:
         index = torch.tensor(order, device=k.device)
-        k, v = k.index_select(2, index), v.index_select(2, index)
+        k, v = (t.to(wide).index_select(2, index).to(dtype) for t in (k, v))
     return q, k, v
 
 
 def heads_to_seq(o: Tensor, *, num_heads: int, mesh: MeshLike, table: Table, seq_len: int) -> Tensor:
     """Move attention's output o [B, S, N, H] from `table.q` back to where `seq_to_heads` found q.
 
-    `num_heads` is the N that `seq_to_heads` was given, `seq_len` the global S. 1 all-to-all each way, or nothing.
+    `num_heads` is the N that `seq_to_heads` was given, `seq_len` the global S. 1 all-to-all each way, or
+    nothing.
     """
     axis = _trading_axis(table, mesh)
     if axis is None:
@@ -116,8 +127,8 @@ def _trading_axis(table: Table, mesh: MeshLike) -> str | None:
     axis = real(made[1])[-1:]
     if real(made[1])[:-1] != real(table.q[1]) or real(table.q[2]) != real(made[2]) + axis or real(made[2]):
         raise ValueError(
-            f"q={table.q} must differ from where q is projected, {made}, by one axis that moves from the sequence "
-            f"to the heads. Change table {table.name!r}."
+            f"q={table.q} must differ from where q is projected, {made}, by one axis that moves from the "
+            f"sequence to the heads. Change table {table.name!r}."
         )
     return axis[0]
 
@@ -131,8 +142,9 @@ def _seq_lengths(table: Table, mesh: MeshLike, axis: str, seq_len: int) -> tuple
 
 
 def _local_groups(deal: Deal, group: int) -> list[int] | None:
-    """Which received kv head each slot uses so that all slots serve equally many query heads; None if as received."""
+    """Received kv head of each slot so that all serve equally many query heads; None if as received."""
     used = [head // group - deal.kv_start for head in range(deal.q_start, deal.q_stop)]
     runs = [used.count(kv) for kv in range(deal.kv_stop - deal.kv_start)]
-    size = math.gcd(*runs)
+    # the greatest common divisor; torch.compile does not take math.gcd
+    size = next(n for n in range(min(runs), 0, -1) if all(run % n == 0 for run in runs))
     return None if all(run == size for run in runs) else used[::size]

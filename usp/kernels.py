@@ -1,12 +1,14 @@
 """Attention kernels behind one interface: output and log-sum-exp forward, an explicit backward.
 
-Shapes: q, o [B, S, N, H], k, v [B, S, K, H] with N a multiple of K, log-sum-exp float32 in the kernel's own layout.
-`edges` are document boundaries over the B * S rows laid end to end (host integers), so no kernel waits for the device.
+Shapes: q, o [B, S, N, H], k, v [B, S, K, H] with N a multiple of K, log-sum-exp float32 (float64 for float64
+input) in the kernel's own layout. `edges` are document boundaries over the B * S rows laid end to end (host
+integers), so no kernel waits for the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -26,7 +28,10 @@ class Mask(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """forward(q, k, v, mask) -> (o, log-sum-exp, *state); backward(do, q, k, v, o, lse, *state, mask) -> dq, dk, dv."""
+    """forward(q, k, v, mask) -> o, lse, *state; backward(do, q, k, v, o, lse, *state, mask) -> dq, dk, dv.
+
+    lse: log-sum-exp; state: up to two tensors. `packed`: whether it takes documents inside rows.
+    """
 
     name: str
     devices: tuple[str, ...]
@@ -39,13 +44,15 @@ class Kernel(NamedTuple):
 def _documents(mask: Mask, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Each document's rows of [B, S, N, H] tensors as [1, N, length, H]."""
     flat = [t.flatten(0, 1) for t in tensors]
-    for start, stop in zip(mask.edges, mask.edges[1:], strict=False):
+    for start, stop in pairwise(mask.edges):
         yield tuple(t[start:stop].transpose(0, 1).unsqueeze(0) for t in flat)
 
 
 def _join(documents: list[Tensor], like: Tensor) -> Tensor:
     """[1, N, length, H] per document -> [B, S, N, H]."""
-    return torch.cat([d.squeeze(0).transpose(0, 1) for d in documents]).view(*like.shape[:2], -1, like.shape[3])
+    return torch.cat([d.squeeze(0).transpose(0, 1) for d in documents]).view(
+        *like.shape[:2], -1, like.shape[3]
+    )
 
 
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, ...]:
@@ -53,7 +60,9 @@ def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, .
     outs, sums = [], []
     for qd, kd, vd in _documents(mask, q, k, v):
         kd, vd = (t.repeat_interleave(group, 1) for t in (kd, vd))
-        o, lse = _aten._scaled_dot_product_flash_attention_for_cpu(qd, kd, vd, 0.0, mask.causal, scale=mask.scale)
+        o, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+            qd, kd, vd, 0.0, mask.causal, scale=mask.scale
+        )
         outs.append(o)
         sums.append(lse.flatten())
     return _join(outs, q), torch.cat(sums)
@@ -86,7 +95,7 @@ def _flash_args(q: Tensor, mask: Mask) -> tuple[Tensor | None, int]:
     rows, length = q.shape[:2]
     if mask.edges == tuple(range(0, rows * length + 1, length)):
         return None, length
-    longest = max(b - a for a, b in zip(mask.edges, mask.edges[1:], strict=False))
+    longest = max(b - a for a, b in pairwise(mask.edges))
     host = torch.tensor(mask.edges, dtype=torch.int32, pin_memory=True)
     return host.to(q.device, non_blocking=True), longest
 
@@ -101,7 +110,15 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor,
 
 
 def _flash_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, state: Tensor, unused: Tensor, mask: Mask
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    state: Tensor,
+    unused: Tensor,
+    mask: Mask,
 ) -> tuple[Tensor, Tensor, Tensor]:
     cu, longest = _flash_args(q, mask)
     x = (do, q, k, v, o) if cu is None else tuple(t.flatten(0, 1) for t in (do, q, k, v, o))
@@ -118,12 +135,35 @@ def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor,
 
 
 def _cudnn_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, seed: Tensor, offset: Tensor, mask: Mask
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    seed: Tensor,
+    offset: Tensor,
+    mask: Mask,
 ) -> tuple[Tensor, Tensor, Tensor]:
     do, qt, kt, vt, ot = (t.transpose(1, 2) for t in (do, q, k, v, o))
     length = q.shape[1]
     grads = _aten._scaled_dot_product_cudnn_attention_backward(
-        do, qt, kt, vt, ot, lse, seed, offset, None, None, None, length, length, 0.0, mask.causal, scale=mask.scale
+        do,
+        qt,
+        kt,
+        vt,
+        ot,
+        lse,
+        seed,
+        offset,
+        None,
+        None,
+        None,
+        length,
+        length,
+        0.0,
+        mask.causal,
+        scale=mask.scale,
     )
     dq, dk, dv = (t.transpose(1, 2) for t in grads)
     return dq, dk, dv

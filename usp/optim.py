@@ -14,7 +14,7 @@ from usp.mesh.devices import axis_sizes
 
 
 class AdamWState(NamedTuple):
-    """Moments like the parameters, and the number of updates made (one scalar per leaf, as torch's kernel wants)."""
+    """Moments like the parameters, and the updates made (one scalar per leaf, as torch's kernel wants)."""
 
     exp_avg: Any
     exp_avg_sq: Any
@@ -27,7 +27,9 @@ def adamw_init(params: Any) -> AdamWState:
     def zeros() -> Any:
         return pytree.tree_map_only(Tensor, torch.zeros_like, params)
 
-    steps = pytree.tree_map_only(Tensor, lambda p: torch.zeros((), dtype=torch.float32, device=p.device), params)
+    steps = pytree.tree_map_only(
+        Tensor, lambda p: torch.zeros((), dtype=torch.float32, device=p.device), params
+    )
     return AdamWState(zeros(), zeros(), steps)
 
 
@@ -42,21 +44,30 @@ def adamw_update(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
 ) -> tuple[Any, AdamWState]:
-    """One AdamW step on local shards, by torch's fused kernel. The arguments' memory is reused for the results.
+    """One AdamW step on local shards, by torch's fused kernel. The arguments' memory holds the results.
 
-    Decay is decoupled (Loshchilov and Hutter, arXiv 1711.05101) and applies to matrices only, not to 1-D leaves.
-    Does not communicate: gradients must already be at rest, whole sums (`reduce_grads`).
+    Decay is decoupled (Loshchilov and Hutter, arXiv 1711.05101) and applies to matrices only, not to 1-D
+    leaves. Does not communicate: gradients must already be at rest, whole sums (`reduce_grads`).
     """
+    # The kernel walks memory, not strides: a transposed gradient would be applied to the wrong entries.
     for decay, chosen in ((weight_decay, _matrices), (0.0, _vectors)):
-        leaves = [chosen(params, tree) for tree in (params, grads, state.exp_avg, state.exp_avg_sq, state.steps)]
+        leaves = [
+            chosen(params, tree) for tree in (params, grads, state.exp_avg, state.exp_avg_sq, state.steps)
+        ]
         if not leaves[0]:
             continue
-        p, g, m, v, steps = leaves
+        kept, steps = (*leaves[:1], *leaves[2:4]), leaves[4]
+        grads_c = [g.contiguous() for g in leaves[1]]
+        p, m, v = ([t.contiguous() for t in tensors] for tensors in kept)
         adamw(
-            p, g, m, v, [], steps,
+            p, grads_c, m, v, [], steps,
             fused=True, amsgrad=False, maximize=False,
             beta1=betas[0], beta2=betas[1], lr=lr, weight_decay=decay, eps=eps,
         )  # fmt: skip
+        for tensors, updated in zip(kept, (p, m, v), strict=True):
+            for tensor, new in zip(tensors, updated, strict=True):
+                if new is not tensor:
+                    tensor.copy_(new)
     return params, state
 
 
@@ -89,10 +100,10 @@ def reduce_grads(grads: Any, specs: Any, mesh: MeshLike) -> Any:
 
 
 def global_norm(grads: Any, specs: Any, mesh: MeshLike) -> Tensor:
-    """2-norm of all gradients together, the same scalar on every rank and mesh. Gradients at rest, whole sums.
+    """2-norm of all gradients together, the same on every rank and mesh. Gradients at rest, whole sums.
 
-    Each leaf counts once however many ranks hold it; squares are summed in float32 or wider. One all-reduce per
-    axis larger than 1.
+    Each leaf counts once however many ranks hold it; squares are summed in float32 or wider. One all-reduce
+    per axis larger than 1.
     """
     leaves, specs = _aligned(grads, specs)
     total: Tensor | None = None
@@ -109,16 +120,19 @@ def global_norm(grads: Any, specs: Any, mesh: MeshLike) -> Tensor:
 
 
 def clip_by_global_norm(grads: Any, specs: Any, mesh: MeshLike, max_norm: float) -> tuple[Any, Tensor]:
-    """Scale the gradients so that their `global_norm` is at most `max_norm`; returns them and the norm before.
+    """Scale the gradients to a `global_norm` of at most `max_norm`; returns them and the norm before.
 
-    Never waits for the device. A norm that is not finite makes every gradient not finite, so it is not hidden.
+    Never waits for the device. A norm that is not finite makes every gradient NaN, so it is not hidden.
     """
     if max_norm <= 0:
         raise ValueError(f"max_norm={max_norm} must be positive. Leave clipping out instead of passing 0.")
     norm = global_norm(grads, specs, mesh)
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    scaled = pytree.tree_map_only(Tensor, lambda g: g * scale.to(g.dtype), grads)
-    return scaled, norm
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0) + 0 * norm  # NaN for an infinite norm, not 0
+
+    def scaled(grad: Tensor) -> Tensor:
+        return (grad.to(torch.promote_types(grad.dtype, scale.dtype)) * scale).to(grad.dtype)
+
+    return pytree.tree_map_only(Tensor, scaled, grads), norm
 
 
 def _aligned(tree: Any, specs: Any) -> tuple[list[Any], list[Any]]:
@@ -133,5 +147,3 @@ def _map(fn: Any, tree: Any, specs: Any) -> Any:
     leaves, placed = _aligned(tree, specs)
     spec = pytree.tree_flatten(tree, is_leaf=lambda t: t is None)[1]
     return pytree.tree_unflatten([fn(g, s) for g, s in zip(leaves, placed, strict=True)], spec)
-
-

@@ -12,16 +12,21 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from usp.mesh import P, axis_sizes, build_mesh, coordinates, local_slices
+from usp.mesh.devices import AXES
 
 Sizes = tuple[int, int, int]  # dp, ring, ulysses
 
-SPECS_1D = tuple(  # every placement of [B, S, N] over one axis
-    P(*(("ulysses",) if d == dim else None for d in range(3))) for dim in range(4)
-) + (P(None, None, None, partial="ulysses"),)
+SPECS_1D = (  # every placement of [B, S, N] over one axis
+    P("ulysses", None, None),
+    P(None, "ulysses", None),
+    P(None, None, "ulysses"),
+    P(None, None, None),
+    P(None, None, None, partial="ulysses"),
+)
 
 
 def specs_2d(outer: str, inner: str) -> tuple[P, ...]:
-    """Placements of [B, S, N] over two axes that matter: both on one dimension in either order, apart, one, sums."""
+    """Placements of [B, S, N] over two axes: both on one dimension in either order, apart, one, sums."""
     return (
         P(None, None, None),
         P(None, (outer, inner), None),
@@ -44,8 +49,15 @@ def pairs(specs: tuple[P, ...]) -> list[tuple[P, P]]:
 
 @cache
 def mesh_of(sizes: Sizes) -> DeviceMesh:
-    dp, ring, ulysses = sizes
-    return build_mesh(dp=dp, ring=ring, ulysses=ulysses)
+    """All ranks, or the first of them (a mesh of 2 or 3 on 4 ranks); to be called on every rank."""
+    count = math.prod(sizes)
+    if count == dist.get_world_size():
+        return build_mesh(dp=sizes[0], ring=sizes[1], ulysses=sizes[2])
+    return DeviceMesh("cpu", torch.arange(count).view(sizes), mesh_dim_names=AXES)
+
+
+def outside(mesh: DeviceMesh) -> bool:
+    return mesh.get_coordinate() is None
 
 
 def dense(shape: tuple[int, ...], *, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -66,7 +78,7 @@ def summand(mesh: DeviceMesh, axes: tuple[str, ...]) -> tuple[int, int]:
 
 
 def shard(x: Tensor, spec: P, mesh: DeviceMesh) -> Tensor:
-    """This rank's part of a global x; where `spec` has a pending sum, a summand that differs from rank to rank."""
+    """This rank's part of a global x; where `spec` has a pending sum, a summand, different on each rank."""
     part = x[local_slices(spec, tuple(x.shape), mesh)].clone()
     index, count = summand(mesh, spec.partial)
     if count == 1:
@@ -89,4 +101,6 @@ def assert_stands_for(local: Tensor, spec: P, mesh: DeviceMesh, want: Tensor, no
     got, part = total(local, spec, mesh), want[local_slices(spec, tuple(want.shape), mesh)]
     assert got.shape == part.shape, f"{note}: shape {tuple(got.shape)}, want {tuple(part.shape)} at {spec}"
     assert got.dtype == part.dtype, f"{note}: dtype {got.dtype}"
+    if got.dtype.itemsize == 1:  # float8 has no torch.equal
+        got, part = got.view(torch.uint8), part.view(torch.uint8)
     assert torch.equal(got, part), f"{note}: placed {spec}\n{got}\nwant\n{part}"

@@ -1,6 +1,6 @@
-"""Ranks that live as long as the test session, by world size; one world at a time."""
+"""Four ranks that live as long as the test session; smaller meshes take the first of them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -8,14 +8,8 @@ from tests.pool import Pool
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[Callable[[int], Pool]]:
-    live: dict[int, Pool] = {}
-
-    def of(world_size: int) -> Pool:
-        for other in [n for n in live if n != world_size]:
-            live.pop(other).stop()
-        return live.setdefault(world_size, Pool(world_size))
-
-    yield of
-    for one in live.values():
-        one.stop()
+def ranks() -> Iterator[Pool]:
+    """Four gloo ranks, started by the first test that needs them."""
+    pool = Pool(4)
+    yield pool
+    pool.stop()

@@ -1,6 +1,4 @@
-"""Every move between placements on local shards: values, and gradients both ways, exact against one tensor."""
-
-from collections.abc import Callable
+"""Every move between placements on local shards: values and gradients, exact against one tensor."""
 
 import pytest
 import torch
@@ -11,6 +9,7 @@ from tests.mesh.cases import (
     assert_stands_for,
     dense,
     mesh_of,
+    outside,
     pairs,
     shard,
     specs_2d,
@@ -18,10 +17,7 @@ from tests.mesh.cases import (
 from tests.pool import Pool
 from usp.mesh import P, dual, redistribute
 
-Pools = Callable[[int], Pool]
-
-# Even and uneven sizes, pairwise different. Some are smaller than an axis, so that trailing ranks hold nothing;
-# "long" is the layout of a model (heads 9 on 4 ranks: case D22).
+# Even and uneven sizes, pairwise different. Some are smaller than an axis: trailing ranks then hold nothing.
 EVEN = {2: (4, 6, 2), 3: (3, 9, 6), 4: (4, 12, 8)}
 UNEVEN = {2: ((2, 5, 3), (1, 7, 3)), 3: ((4, 7, 2), (1, 5, 10)), 4: ((3, 7, 5), (1, 13, 9), (2, 3, 1))}
 
@@ -34,9 +30,11 @@ MESHES: dict[str, tuple[Sizes, tuple[P, ...]]] = {
 }
 
 
-def move_all(sizes: Sizes, specs: tuple[P, ...], shape: tuple[int, ...], say_shape: bool) -> int:
+def move_all(sizes: Sizes, specs: tuple[P, ...], shape: tuple[int, ...], say_shape: bool) -> None:
     """Value and transpose of every pair of specs. The transpose is asked for by vjp and by plain autograd."""
     mesh, x = mesh_of(sizes), dense(shape)
+    if outside(mesh):
+        return
     cotangent = dense(shape, seed=1)
     given = shape if say_shape else None
     for src, dst in pairs(specs):
@@ -49,30 +47,28 @@ def move_all(sizes: Sizes, specs: tuple[P, ...], shape: tuple[int, ...], say_sha
         assert_stands_for(grad, dual(src, mesh), mesh, cotangent, f"gradient of {note}")
         _, pull = torch.func.vjp(lambda t: redistribute(t, src, dst, mesh, shape=given), local.detach())  # noqa: B023
         assert torch.equal(pull(w)[0], grad), note
-    return len(pairs(specs))
 
 
 @pytest.mark.parametrize("name", MESHES)
-def test_every_pair_even(name: str, pool: Pools) -> None:
+def test_every_pair_even(name: str, ranks: Pool) -> None:
     sizes, specs = MESHES[name]
     world = sizes[0] * sizes[1] * sizes[2]
     for say_shape in (True, False):
-        counts = pool(world).run(move_all, sizes, specs, EVEN[world], say_shape)
-        assert counts == [len(specs) ** 2] * world
+        ranks.run(move_all, sizes, specs, EVEN[world], say_shape)
 
 
 @pytest.mark.parametrize("name", MESHES)
-def test_every_pair_uneven(name: str, pool: Pools) -> None:
+def test_every_pair_uneven(name: str, ranks: Pool) -> None:
     """cases D18, D20, D21, D22, D62, P2: nothing is padded into a result, and no row is lost."""
     sizes, specs = MESHES[name]
     world = sizes[0] * sizes[1] * sizes[2]
     for shape in UNEVEN[world]:
-        pool(world).run(move_all, sizes, specs, shape, True)
+        ranks.run(move_all, sizes, specs, shape, True)
 
 
 def other_dtypes(sizes: Sizes, shape: tuple[int, ...]) -> None:
     mesh = mesh_of(sizes)
-    for dtype in (torch.int64, torch.int32, torch.bool, torch.bfloat16, torch.float16, torch.complex64):
+    for dtype in (torch.int64, torch.int32, torch.bool, torch.int16, torch.bfloat16, torch.float8_e5m2):
         x = dense(shape, seed=3).to(dtype)
         for src, dst in pairs(specs_2d("ring", "ulysses")[:9]):
             out = redistribute(shard(x, src, mesh), src, dst, mesh, shape=shape)
@@ -108,9 +104,9 @@ def there_and_back(sizes: Sizes, shape: tuple[int, ...]) -> None:
     assert torch.equal(torch.autograd.grad(out, local, w)[0], w)
 
 
-def test_dtypes_strides_round_trips(pool: Pools) -> None:
-    pool(4).run(other_dtypes, (1, 2, 2), (2, 7, 3))
-    pool(4).run(strides_and_aliases, (1, 2, 2))
+def test_dtypes_strides_round_trips(ranks: Pool) -> None:
+    ranks.run(other_dtypes, (1, 2, 2), (2, 7, 3))
+    ranks.run(strides_and_aliases, (1, 2, 2))
     for sizes in ((1, 1, 4), (1, 2, 2), (2, 1, 2), (1, 4, 1), (4, 1, 1)):
         for heads in (3, 5, 7, 9):
-            pool(4).run(there_and_back, sizes, (4, 11, heads, 2))
+            ranks.run(there_and_back, sizes, (4, 11, heads, 2))

@@ -15,21 +15,24 @@ from usp.models import Params, abstract, from_hf, logits, loss, map_params, name
 from usp.models.hf_names import hf_name
 
 _ULYSSES = TABLES["ulysses"]
-# A scheme of a user's own: the MLP gathers the sequence and keeps its weights cut over the same ranks, so that
-# its result is a partial sum.
-MLP_BY_FEATURE: Table = replace(
+# A scheme of a user's own, no preset: attention and MLP gather the sequence and keep their weights cut over
+# the same ranks (by heads, by features), so that what they add to the residual is a partial sum.
+_CUT_OUT = ("wq", "wk", "wv", "w_gate", "w_up")
+_CUT_IN = ("wo", "w_down")
+_CUT_BIAS = ("bq", "bk", "bv", "b_gate", "b_up")
+MINE: Table = replace(
     _ULYSSES,
     name="mine",
+    attn_x=P("dp", "ring", None),
     mlp_x=P("dp", "ring", None),
     use={
         **_ULYSSES.use,
-        "w_gate": P("ulysses", None),
-        "w_up": P("ulysses", None),
-        "w_down": P(None, "ulysses"),
-    }
-    | {"b_gate": P("ulysses"), "b_up": P("ulysses")},
+        **dict.fromkeys(_CUT_OUT, P("ulysses", None)),
+        **dict.fromkeys(_CUT_IN, P(None, "ulysses")),
+        **dict.fromkeys(_CUT_BIAS, P("ulysses")),
+    },
 )
-SCHEMES = {**TABLES, "mine": MLP_BY_FEATURE}
+SCHEMES = {**TABLES, "mine": MINE}
 
 
 class Run(NamedTuple):

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+
+from usp.tools.cli import main as usp
 
 Run = Callable[..., CompletedProcess[str]]
 MESHES: dict[str, tuple[int, list[str]]] = {
@@ -86,38 +89,40 @@ def loads_in_transformers(folder: Path, other: Path) -> None:
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)
 
 
-def test_second_epoch_goes_on(run: Run, model_dir: Path, tmp_path: Path) -> None:  # case H60
+def test_second_epoch_goes_on(model_dir: Path, tmp_path: Path) -> None:  # case H60
     """One row an epoch, shorter than the row: five steps are five epochs."""
     (tmp_path / "a.txt").write_text("one short text")
-    result = run(
-        "usp.tools.train", *options(model_dir, tmp_path / "a.txt", tmp_path / "out"), "--log-every", "2"
-    )
-    assert result.returncode == 0, result.stderr
+    usp(["train", *options(model_dir, tmp_path / "a.txt", tmp_path / "out"), "--log-every", "2"])
     rows = read_rows(tmp_path / "out")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert all(row["loss"] > 0 and row["grad_norm"] > 0 for row in rows)
 
 
-def test_convert_there_and_back_is_exact(run: Run, model_dir: Path, tmp_path: Path) -> None:
-    from safetensors.torch import load_file
+def test_bfloat16_keeps_float32_weights(model_dir: Path, corpus: Path, tmp_path: Path) -> None:
+    """In bfloat16 the losses follow those of float32: updates smaller than its steps are not lost."""
+    curves = {}
+    for dtype in ("float32", "bfloat16"):
+        usp(["train", *options(model_dir, corpus, tmp_path / dtype), "--dtype", dtype])
+        curves[dtype] = [row["loss"] for row in read_rows(tmp_path / dtype)]
+    assert curves["bfloat16"] == pytest.approx(curves["float32"], rel=1e-2)
+    saved = load_file(tmp_path / "bfloat16" / "hf" / "model.safetensors")
+    assert {t.dtype for t in saved.values()} == {torch.bfloat16}
 
-    there = run("usp.tools.cli", "convert", str(model_dir), "native", "--to", "usp")
-    assert there.returncode == 0, there.stderr
-    back = run("usp.tools.cli", "convert", "native", "hf", "--to", "hf", "--max-shard-size", "10KB")
-    assert back.returncode == 0, back.stderr
+
+def test_convert_there_and_back_is_exact(model_dir: Path, tmp_path: Path) -> None:
+    native, back = tmp_path / "native", tmp_path / "hf"
+    usp(["convert", str(model_dir), str(native), "--to", "usp"])
+    usp(["convert", str(native), str(back), "--to", "hf", "--max-shard-size", "10KB"])
     want = load_file(model_dir / "model.safetensors")
-    files = sorted((tmp_path / "hf").glob("*.safetensors"))
+    files = sorted(back.glob("*.safetensors"))
     got = {name: tensor for file in files for name, tensor in load_file(file).items()}
     assert len(files) > 1
     assert got.keys() == want.keys()
     assert all(torch.equal(got[name], want[name]) for name in want)
-    loads_in_transformers(tmp_path / "hf", model_dir)
+    loads_in_transformers(back, model_dir)
 
 
-def test_convert_changes_dtype(run: Run, model_dir: Path, tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    result = run("usp.tools.cli", "convert", str(model_dir), "hf", "--to", "hf", "--dtype", "bfloat16")
-    assert result.returncode == 0, result.stderr
+def test_convert_changes_dtype(model_dir: Path, tmp_path: Path) -> None:
+    usp(["convert", str(model_dir), str(tmp_path / "hf"), "--to", "hf", "--dtype", "bfloat16"])
     got = load_file(tmp_path / "hf" / "model.safetensors")
     assert {t.dtype for t in got.values()} == {torch.bfloat16}

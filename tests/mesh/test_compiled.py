@@ -1,0 +1,121 @@
+"""Moves inside torch.compile, one graph: values and gradients equal those of eager, which equal dense ones.
+
+cases D61, P10, P12, P13, P14, P20. The problems are those of test_transforms.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.func import grad, vjp
+
+from tests.mesh.cases import assert_stands_for, dense, mesh_of, shard
+from tests.mesh.test_transforms import MOVES, Problem
+from tests.pool import Pool
+from usp.mesh import P, dual, redistribute
+
+Compiled = Callable[..., Tensor]
+
+
+def compiled(fn: Callable[..., object], backend: object = "aot_eager", **options: object) -> Compiled:
+    torch._dynamo.reset()
+    return torch.compile(fn, fullgraph=True, backend=backend, **options)  # type: ignore[call-overload,no-any-return]
+
+
+def plain_autograd(name: str, backend: str) -> None:
+    p = Problem(name)
+    if p.out:
+        return
+    fn = compiled(p.move, backend)
+    leaf = p.x.clone().requires_grad_()
+    out = fn(leaf)
+    assert_stands_for(out, p.dst, p.mesh, p.X, "compiled value")
+    p.assert_gradient(torch.autograd.grad(out, leaf, p.c)[0], p.C, "compiled transpose")
+    loss = compiled(p.loss, backend)
+    p.assert_gradient(torch.autograd.grad(loss(leaf), leaf)[0], 3 * p.C * p.X**2, "compiled gradient")
+
+
+def gradient_of_own_input(name: str, backend: str) -> None:
+    """The differentiated argument itself enters the Function: torch 2.13 alone answers zero, without a word."""
+    p = Problem(name)
+    if p.out:
+        return
+    linear = compiled(grad(lambda x: (p.c * p.move(x)).sum()), backend)
+    p.assert_gradient(linear(p.x), p.C, "compile(grad(f))")
+    p.assert_gradient(compiled(grad(p.loss), backend)(p.x), 3 * p.C * p.X**2, "compile(grad(f)), cubic")
+    pull = compiled(lambda x, w: vjp(p.move, x)[1](w)[0], backend)
+    p.assert_gradient(pull(p.x, p.c), p.C, "compile(vjp)")
+
+
+@pytest.mark.parametrize("name", ["seq to heads", "gather", "gather both", "slice", "heads to seq, 3 ranks"])
+@pytest.mark.parametrize("check", [plain_autograd, gradient_of_own_input], ids=lambda f: f.__name__)
+def test_equal_to_dense(check: Callable[[str, str], None], name: str, ranks: Pool) -> None:
+    assert name in MOVES
+    ranks.run(check, name, "aot_eager")
+
+
+def test_with_inductor(ranks: Pool) -> None:
+    ranks.run(plain_autograd, "seq to heads on 4", "inductor")
+    ranks.run(gradient_of_own_input, "seq to heads on 4", "inductor")
+
+
+def dynamic_length() -> None:
+    """case P14: S varies, no recompilation, right every time."""
+    mesh = mesh_of((1, 2, 2))
+    src, dst = P("dp", ("ring", "ulysses"), None), P("dp", "ring", "ulysses")
+
+    def loss(x: Tensor, c: Tensor) -> Tensor:
+        return (c * redistribute(x, src, dst, mesh) ** 2).sum()
+
+    counter = CompileCounterWithBackend("aot_eager")
+    fn = compiled(loss, counter, dynamic=True)
+    for length in (8, 12, 20, 36, 4 * 25):
+        X, C = dense((2, length, 6), seed=1), dense((2, length, 6), seed=2)
+        x, c = shard(X, src, mesh).requires_grad_(), shard(C, dual(dst, mesh), mesh)
+        (got,) = torch.autograd.grad(fn(x, c), x)
+        assert_stands_for(got, dual(src, mesh), mesh, 2 * C * X, f"S={length}")
+    assert counter.frame_count == 1, f"compiled {counter.frame_count} times"
+
+
+def nothing_stale() -> None:
+    """One compiled function, other placements, global shapes and meshes: what was constant is looked at again."""
+    meshes = [mesh_of((1, 2, 2)), mesh_of((2, 1, 2)), mesh_of((1, 1, 4))]
+    options = torch._dynamo.config.patch(recompile_limit=64)
+    fn = options(compiled(lambda x, src, dst, mesh, shape: 1 * redistribute(x, src, dst, mesh, shape=shape)))
+    moves = [
+        (P(None, ("ring", "ulysses"), None), P(None, "ring", "ulysses")),
+        (P(None, ("ring", "ulysses"), None), P("ulysses", "ring", None)),
+        (P(None, "ulysses", None), P(None, None, "ulysses")),
+        (P(None, "ulysses", None), P(None, None, None)),
+    ]
+    for shape in ((2, 7, 3), (2, 5, 3), (2, 8, 3)):
+        for mesh in meshes:
+            for src, dst in moves:
+                X = dense(shape)
+                got = fn(shard(X, src, mesh), src, dst, mesh, shape)
+                assert_stands_for(got, dst, mesh, X, f"{src} -> {dst} of {shape} on {mesh}")
+
+
+def same_local_other_global() -> None:
+    """Rank 0 holds 2 rows of S=7 and of S=8 on 4 ranks: the local shape alone must not decide."""
+    mesh, src, dst = mesh_of((1, 1, 4)), P("ulysses", None), P(None, "ulysses")
+    fn = compiled(lambda x, shape: 1 * redistribute(x, src, dst, mesh, shape=shape))
+    for shape in ((8, 5), (7, 5), (8, 5)):
+        X = dense(shape)
+        assert_stands_for(fn(shard(X, src, mesh), shape), dst, mesh, X, f"{shape}")
+
+
+def refusals() -> None:
+    mesh = mesh_of((1, 1, 4))
+    fn = compiled(lambda x: redistribute(x, P("ulysses", None), P(None, "ulysses"), mesh))
+    with pytest.raises(Exception, match="Pass shape= with the global shape"):
+        fn(torch.zeros(2, 5))
+
+
+@pytest.mark.parametrize(
+    "check", [dynamic_length, nothing_stale, same_local_other_global, refusals], ids=lambda f: f.__name__
+)
+def test_recompilation(check: Callable[[], None], ranks: Pool) -> None:
+    ranks.run(check)

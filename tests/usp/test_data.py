@@ -1,0 +1,169 @@
+"""`shard_batch` on several meshes against a token-by-token account of the whole batch, and `unshard_batch`."""
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.mesh.cases import Sizes, mesh_of, outside
+from tests.pool import Pool
+from usp import Batch, Shard, shard_batch, unshard_batch
+from usp.mesh import TABLES, Table, axis_sizes, local_slices
+
+ONE = {"dp": 1, "ring": 1, "ulysses": 1}
+MESHES: tuple[Sizes, ...] = ((1, 1, 2), (1, 1, 4), (2, 1, 2), (1, 2, 2), (1, 1, 3))
+
+
+def tokens_of(rows: int, length: int) -> Tensor:
+    return torch.arange(1, rows * length + 1).view(rows, length) * 7
+
+
+def masked(labels: Tensor) -> Tensor:
+    labels = labels.clone()
+    labels[:, 2:4] = -100
+    labels[0, 5:] = -100
+    return labels
+
+
+BATCHES = {
+    "even": Batch(tokens_of(2, 12)),
+    "uneven": Batch(tokens_of(2, 13)),
+    "shorter than the ranks": Batch(tokens_of(2, 3)),
+    "one token": Batch(tokens_of(2, 1)),
+    "labels": Batch(tokens_of(2, 13), labels=masked(tokens_of(2, 13) + 1)),
+    "packed": Batch(tokens_of(2, 13), cu_seqlens=[[0, 5, 6, 13], torch.tensor([0, 9, 13])]),
+    "padded": Batch(tokens_of(2, 11), valid=torch.arange(11) < torch.tensor([[8], [11]])),
+    "all at once": Batch(
+        tokens_of(2, 14),
+        labels=masked(tokens_of(2, 14) + 1),
+        cu_seqlens=[[0, 5, 6, 13, 14], [0, 4, 9, 14]],
+        valid=torch.arange(14) < torch.tensor([[7], [9]]),
+    ),
+    "a row of padding": Batch(tokens_of(2, 6), valid=torch.arange(6) < torch.tensor([[0], [6]])),
+}
+
+
+def account(batch: Batch, padded: int) -> tuple[Tensor, Tensor, Tensor, list[list[int]]]:
+    """(tokens, labels, positions) [B, padded] and each row's boundaries, one token at a time."""
+    rows, length = batch.tokens.shape
+    labels = batch.tokens if batch.labels is None else batch.labels
+    out = torch.zeros(3, rows, padded, dtype=torch.int64)
+    out[1] = -100
+    bounds = []
+    for row in range(rows):
+        cuts = [0, length] if batch.cu_seqlens is None else [int(c) for c in batch.cu_seqlens[row]]
+        document = []
+        for i in range(padded):
+            real = i < length and (batch.valid is None or bool(batch.valid[row, i]))
+            # padding in the batch is one document, what the mesh needs on top another
+            document.append(sum(c <= i for c in cuts[1:]) if real else ("valid" if i < length else "mesh"))
+        for i in range(padded):
+            out[2, row, i] = i - document.index(document[i])
+            if i < length:
+                out[0, row, i] = batch.tokens[row, i]
+            if i + 1 < padded and document[i] == document[i + 1] and isinstance(document[i], int):
+                out[1, row, i] = labels[row, i + 1]
+        bounds.append([i for i in range(1, padded) if document[i] != document[i - 1]] + [padded])
+    return out[0], out[1], out[2], bounds
+
+
+def check_shard(shard: Shard, batch: Batch, table: Table, mesh: Any) -> None:
+    sizes = axis_sizes(mesh)
+    rows, length = batch.tokens.shape
+    parts = sizes["ring"] * sizes["ulysses"] if table.tokens[1] else 1
+    assert shard.seq_len == -(-length // parts) * parts  # no longer than the mesh needs (case P44)
+    assert shard.orig == (rows, length)
+    tokens, labels, positions, bounds = account(batch, shard.seq_len)
+    at = local_slices(table.tokens, (rows, shard.seq_len), mesh)
+    assert torch.equal(shard.tokens, tokens[at])
+    assert torch.equal(shard.labels, labels[at])  # cases H1, D14: shifted before the cut
+    assert torch.equal(shard.positions, positions[at])  # cases H28, H30, P61
+    edges = [0]
+    for i, row in enumerate(range(rows)[at[0]]):
+        edges += [i * shard.seq_len + edge for edge in bounds[row]]
+    assert shard.cu_seqlens.tolist() == edges  # cases H34, H36, P58: global, of whole documents
+    assert shard.cu_seqlens.dtype == torch.int32
+    assert shard.num_valid.item() == (labels != -100).sum().item()  # cases H6, H17, D6: of the whole batch
+
+
+def every_batch(sizes: Sizes) -> list[list[Tensor]]:
+    mesh = mesh_of(sizes)
+    if outside(mesh):
+        return []
+    cut = []
+    for batch, table in product(BATCHES.values(), TABLES.values()):
+        shard = shard_batch(batch, table=table, mesh=mesh)
+        check_shard(shard, batch, table, mesh)
+        shard_again = shard_batch(batch, table=table, mesh=mesh)  # case D40: nothing is used up
+        assert torch.equal(shard.tokens, shard_again.tokens)
+        assert torch.equal(unshard_batch(shard.tokens, shard, table=table, mesh=mesh), batch.tokens)
+        wide = torch.stack([shard.tokens, -shard.tokens], -1).double()
+        back = unshard_batch(wide, shard, table=table, mesh=mesh)  # cases H37, H38, P44: padding gone
+        assert torch.equal(back, torch.stack([batch.tokens, -batch.tokens], -1).double())
+        if table.name == "ulysses":
+            cut.append([shard.tokens, shard.labels, shard.positions])
+    return cut
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_shards_put_together_are_the_batch(sizes: Sizes, ranks: Pool) -> None:
+    # cases H45, H58: each token once, every rank of a group the same sample
+    by_rank = [r for r in ranks.run(every_batch, sizes) if r]
+    dp, seq = sizes[0], sizes[1] * sizes[2]
+    assert len(by_rank) == dp * seq
+    for i, batch in enumerate(BATCHES.values()):
+        length = -(-batch.tokens.shape[1] // seq) * seq
+        want = account(batch, length)
+        for j in range(3):
+            rows = [torch.cat([by_rank[d * seq + s][i][j] for s in range(seq)], 1) for d in range(dp)]
+            assert torch.equal(torch.cat(rows), want[j]), (list(BATCHES)[i], j)
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_one_process(name: str) -> None:
+    shard = shard_batch(BATCHES[name], table=TABLES["ulysses"], mesh=ONE)
+    check_shard(shard, BATCHES[name], TABLES["ulysses"], ONE)
+    assert torch.equal(unshard_batch(shard.tokens, shard, table=TABLES["ulysses"], mesh=ONE), BATCHES[name].tokens)
+
+
+def test_the_batch_is_not_changed_and_not_aliased() -> None:
+    # case D54
+    batch = BATCHES["all at once"]
+    before = batch.tokens.clone(), batch.labels.clone()  # type: ignore[union-attr]
+    shard = shard_batch(batch, table=TABLES["ulysses"], mesh=ONE)
+    shard.labels.zero_()
+    shard.tokens.zero_()
+    assert torch.equal(batch.tokens, before[0])
+    assert torch.equal(batch.labels, before[1])  # type: ignore[arg-type]
+
+
+T = tokens_of(2, 6)
+BAD = {
+    "tokens=.2, 6. torch.int32 must be int64": Batch(T.int()),
+    "tokens=.12,. torch.int64 must be int64 .B, S.": Batch(T.flatten()),
+    "with B and S at least 1": Batch(T[:, :0]),
+    "labels=.2, 5. must have the shape of tokens": Batch(T, labels=T[:, 1:]),  # shifted by hand
+    "valid=.1, 6. must have the shape": Batch(T, valid=torch.ones(1, 6, dtype=torch.bool)),
+    "one entry per row, got 1 for B=2": Batch(T, cu_seqlens=[[0, 6]]),
+    "cu_seqlens.1.=.0, 5. must rise from 0 to S, got S=6": Batch(T, cu_seqlens=[[0, 6], [0, 5]]),
+    "cu_seqlens.0.=.0, 3, 3, 6.": Batch(T, cu_seqlens=[[0, 3, 3, 6], [0, 6]]),
+    "cu_seqlens.0.=.1, 6.": Batch(T, cu_seqlens=[[1, 6], [0, 6]]),
+    "cu_seqlens.0.=.0, 7, 6.": Batch(T, cu_seqlens=[[0, 7, 6], [0, 6]]),
+    "cu_seqlens.1.=..": Batch(T, cu_seqlens=[[0, 6], []]),
+    "Pad on the right": Batch(T, valid=torch.tensor([[0, 1, 1, 1, 1, 1]] * 2).bool()),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_refused(message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        shard_batch(BAD[message], table=TABLES["ulysses"], mesh=ONE)
+
+
+def test_rows_that_dp_does_not_divide() -> None:
+    with pytest.raises(ValueError, match="batch size=2 must be a multiple of the ranks that share its rows"):
+        shard_batch(Batch(T), table=TABLES["ulysses"], mesh={"dp": 3, "ring": 1, "ulysses": 1})
+    with pytest.raises(ValueError, match="must be a DeviceMesh"):
+        shard_batch(Batch(T), table=TABLES["ulysses"], mesh={"dp": 1, "ring": 1, "ulysses": 2})

@@ -1,0 +1,191 @@
+"""`seq_to_heads` and `heads_to_seq` on 2, 3 and 4 ranks: exact values, exact gradients, one all-to-all each way.
+
+Inputs are whole numbers in float64, different in every place, so every comparison is exact.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.func import grad, jvp, vjp, vmap
+
+from tests.mesh.cases import Sizes, dense, mesh_of, outside
+from tests.pool import Pool
+from usp import heads_to_seq, seq_to_heads
+from usp.heads import deal_heads
+from usp.mesh import TABLES, P, local_slices
+
+TABLE = TABLES["ulysses"]
+BY_SEQ, BY_HEAD = P("dp", ("ring", "ulysses"), None, None), P("dp", "ring", None, None)
+HEADS = ((9, 3), (3, 1), (5, 5), (7, 7), (8, 2), (6, 2), (10, 5))
+MESHES: tuple[Sizes, ...] = ((1, 1, 2), (1, 1, 3), (1, 1, 4), (1, 2, 2), (2, 1, 2))
+BATCHES = ((1, 13), (2, 7), (3, 8), (2, 5))  # (B, S): on 4 ranks S=5 leaves one without a token (case D20, H54)
+SIZE = 2
+
+
+class Problem:
+    """Global q, k, v, coefficients per query head, and this rank's part of them."""
+
+    def __init__(self, sizes: Sizes, heads: tuple[int, int], batch: tuple[int, int]) -> None:
+        self.mesh = mesh_of(sizes)
+        self.out = outside(self.mesh)
+        if self.out:
+            return
+        self.num_heads, self.num_kv = heads
+        self.seq_len = batch[1]
+        self.group = self.num_heads // self.num_kv
+        rows = batch[0] * sizes[0]
+        self.QKV = tuple(
+            dense((rows, self.seq_len, n, SIZE)) + 10_000 * i for i, n in enumerate((heads[0], heads[1], heads[1]))
+        )
+        self.C = tuple(dense((rows, self.seq_len, self.num_heads, SIZE), seed=s) for s in (1, 2, 3))
+        self.deal = deal_heads(*heads, sizes[2])[self.mesh.get_coordinate()[2]]  # type: ignore[index]
+        self.qkv = tuple(self.before(t) for t in self.QKV)
+
+    def before(self, x: Tensor) -> Tensor:
+        return x[local_slices(BY_SEQ, tuple(x.shape), self.mesh)].clone()
+
+    def after(self, x: Tensor) -> Tensor:
+        """This rank's part of an x that has one entry per query head, where attention runs."""
+        return x[local_slices(BY_HEAD, tuple(x.shape), self.mesh)][:, :, self.deal.q_start : self.deal.q_stop]
+
+    def move(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v at the heads, k and v repeated to one per query head, as attention reads them."""
+        q, k, v = seq_to_heads(q, k, v, mesh=self.mesh, table=TABLE, seq_len=self.seq_len)
+        assert k.shape == v.shape
+        assert q.shape[2] % k.shape[2] == 0
+        times = q.shape[2] // k.shape[2]
+        return q, k.repeat_interleave(times, 2), v.repeat_interleave(times, 2)
+
+    def back(self, o: Tensor) -> Tensor:
+        return heads_to_seq(o, num_heads=self.num_heads, mesh=self.mesh, table=TABLE, seq_len=self.seq_len)
+
+    def per_query_head(self) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self.QKV
+        return q, k.repeat_interleave(self.group, 2), v.repeat_interleave(self.group, 2)
+
+    def loss(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Different coefficients for every query head, so each replica of a kv head sends another gradient."""
+        moved = self.move(q, k, v)
+        return sum(((self.after(c) * t**2).sum() for c, t in zip(self.C, moved, strict=True)), torch.zeros(()))
+
+    def gradients(self) -> tuple[Tensor, ...]:
+        """Of the sum of all ranks' losses, this rank's part."""
+        full = [2 * c * t for c, t in zip(self.C, self.per_query_head(), strict=True)]
+        kv = [g.unflatten(2, (self.num_kv, self.group)).sum(3) for g in full[1:]]
+        return tuple(self.before(g) for g in (full[0], *kv))
+
+
+def assert_same(got: tuple[Tensor, ...], want: tuple[Tensor, ...], note: object) -> None:
+    assert len(got) == len(want)
+    for g, w in zip(got, want, strict=True):
+        assert torch.equal(g, w), note
+
+
+def values_and_round_trip(sizes: Sizes) -> None:
+    # cases H48, H50, H53, H54, D18, D20, D22, D25, P45, P68
+    for heads in HEADS:
+        for batch in BATCHES if heads[0] >= sizes[2] else ():
+            p = Problem(sizes, heads, batch)
+            if p.out:
+                continue
+            moved = p.move(*p.qkv)
+            assert_same(moved, tuple(p.after(t) for t in p.per_query_head()), (heads, batch))
+            assert torch.equal(p.back(moved[0]), p.qkv[0]), (heads, batch)
+
+
+def gradients(sizes: Sizes) -> None:
+    # cases H50, D22, D25, P68: every replica's gradient is summed, nothing twice
+    for heads in HEADS:
+        for batch in BATCHES if heads[0] >= sizes[2] else ():
+            p = Problem(sizes, heads, batch)
+            if p.out:
+                continue
+            want, every = p.gradients(), (0, 1, 2)
+            assert_same(grad(p.loss, argnums=every)(*p.qkv), want, ("grad", heads, batch))
+            leaves = [t.clone().requires_grad_() for t in p.qkv]
+            p.loss(*leaves).backward()
+            assert_same(tuple(t.grad for t in leaves), want, ("backward", heads, batch))  # type: ignore[misc]
+            o, pull = vjp(p.back, p.after(p.QKV[0]))
+            assert torch.equal(pull(3 * o)[0], 3 * p.after(p.QKV[0])), ("output", heads, batch)
+
+
+def transforms(sizes: Sizes) -> None:
+    # case P22
+    for heads, batch in (((9, 3), (2, 7)), ((10, 5), (1, 13)), ((5, 5), (2, 5))):
+        p = Problem(sizes, heads, batch)
+        if p.out:
+            continue
+        every, tangents = (0, 1, 2), tuple(t * 3 - 1 for t in p.qkv)
+        value, pull = vjp(p.loss, *p.qkv)
+        assert_same(pull(torch.ones_like(value)), p.gradients(), ("vjp", heads))
+        out, out_t = jvp(p.move, p.qkv, tangents)
+        assert_same(out_t, tuple(t * 3 - 1 for t in out), ("jvp", heads))
+        back, back_t = jvp(p.back, (out[0],), (2 * out[0],))
+        assert torch.equal(back_t, 2 * back), ("jvp of the output", heads)
+        stacked = tuple(torch.stack([a, b], 1) for a, b in zip(p.qkv, tangents, strict=True))
+        loop = [torch.stack(pair) for pair in zip(p.move(*p.qkv), p.move(*tangents), strict=True)]
+        assert_same(vmap(p.move, in_dims=1)(*stacked), tuple(loop), ("vmap", heads))
+        assert torch.equal(vmap(p.back)(loop[0]), torch.stack([p.qkv[0], tangents[0]])), ("vmap back", heads)
+        only_q = vmap(p.move, in_dims=(1, None, None))(stacked[0], *p.qkv[1:])
+        assert torch.equal(only_q[1][1], loop[1][0]), ("vmap over q alone", heads)
+        each = [grad(p.loss, argnums=every)(*t) for t in (p.qkv, tangents)]
+        want = tuple(torch.stack(pair) for pair in zip(*each, strict=True))
+        assert_same(vmap(grad(p.loss, argnums=every), in_dims=1)(*stacked), want, ("vmap of grad", heads))
+        hvp = jvp(grad(p.loss, argnums=every), p.qkv, tangents)[1]
+        linear = grad(p.loss, argnums=every)(*tangents)  # the loss is quadratic: its Hessian times v is grad at v
+        assert_same(hvp, linear, ("second derivative", heads))
+
+
+def counts(sizes: Sizes) -> None:
+    # section 8 of the design: 1 all-to-all for q, k, v and 1 for the output, each way, and nothing else
+    p = Problem(sizes, (9, 3), (2, 7))
+    if p.out:
+        return
+    leaves = [t.clone().requires_grad_() for t in p.qkv]
+
+    def count(fn: Callable[[], object]) -> dict[str, int]:
+        with CommDebugMode() as comm:
+            fn()
+        return dict(Counter({str(op).split(".")[-1]: n for op, n in comm.get_comm_counts().items()}))
+
+    one = {"all_to_all_single": 1}
+    loss, outs = [], []
+    assert count(lambda: loss.append(p.loss(*leaves))) == one
+    assert count(lambda: loss[0].backward()) == one
+    o = p.after(p.QKV[0]).requires_grad_()
+    assert count(lambda: outs.append(p.back(o))) == one
+    assert count(lambda: outs[0].sum().backward()) == one
+    assert count(lambda: grad(p.loss, argnums=(0, 1, 2))(*p.qkv)) == {"all_to_all_single": 2}
+
+
+def wide_sums(sizes: Sizes) -> None:
+    # cases H9, H13, P18: replicas of a kv head add up in float32, then are rounded once
+    p = Problem(sizes, (4, 1), (1, 4))
+    if p.out:
+        return
+    q, k, v = (t.bfloat16() for t in p.qkv)
+    part = 1.0 if p.deal.q_start == 0 else 2.0**-9  # lost one by one: bfloat16 has steps of 2^-7 above 1
+
+    def loss(k: Tensor, v: Tensor) -> Tensor:
+        _, k, v = seq_to_heads(q, k, v, mesh=p.mesh, table=TABLE, seq_len=4)
+        return part * (k.float().sum() + v.float().sum())
+
+    want = torch.full_like(k, 1 + 3 * 2.0**-9)
+    assert want.flatten()[0] > 1
+    assert_same(grad(loss, argnums=(0, 1))(k, v), (want, want), "bfloat16")
+
+
+@pytest.mark.parametrize("check", [values_and_round_trip, gradients, transforms], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_equal_to_dense(sizes: Sizes, check: Callable[[Sizes], None], ranks: Pool) -> None:
+    ranks.run(check, sizes)
+
+
+def test_collectives(ranks: Pool) -> None:
+    ranks.run(counts, (1, 1, 2))
+    ranks.run(counts, (1, 1, 4))
+    ranks.run(wide_sums, (1, 1, 4))
