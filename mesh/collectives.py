@@ -1,4 +1,4 @@
-"""Collectives on plain local tensors: uneven sizes exact, sums in at least float32, traced by torch.compile.
+"""Collectives on plain local tensors: uneven sizes exact, any dtype, traced by torch.compile.
 
 They go through c10d's functional operators, which have a real all-to-all on gloo as well as NCCL. Nothing
 here is differentiable; `usp.mesh.redistribute` is.
@@ -55,18 +55,18 @@ def all_gather(x: Tensor, group: str, *, dim: int, length: int, parts: int) -> T
     return full[:length].view(x.dtype).movedim(0, dim)
 
 
-def reduce_scatter(x: Tensor, group: str, *, dim: int, own: int, parts: int, dtype: torch.dtype) -> Tensor:
-    """Sum over the group in `dtype` and keep the own shard, `own` long, of dimension `dim`."""
+def reduce_scatter(x: Tensor, group: str, *, dim: int, own: int, parts: int) -> Tensor:
+    """Sum over the group, in the type of x, and keep the own shard, `own` long, of dimension `dim`."""
     step = -(-x.shape[dim] // parts)
-    front = _pad_front(x.movedim(dim, 0).to(dtype), step * parts)
+    front = _pad_front(x.movedim(dim, 0), step * parts)
     mine: Tensor = _ops.wait_tensor(_ops.reduce_scatter_tensor(front, "sum", parts, group))
-    return mine[:own].movedim(0, dim).to(x.dtype)
+    return mine[:own].movedim(0, dim)
 
 
-def all_reduce(x: Tensor, group: str, *, dtype: torch.dtype) -> Tensor:
-    """Sum over the group in `dtype`."""
-    total: Tensor = _ops.wait_tensor(_ops.all_reduce(x.to(dtype).contiguous(), "sum", group))
-    return total.to(x.dtype)
+def all_reduce(x: Tensor, group: str) -> Tensor:
+    """Sum over the group, in the type of x."""
+    total: Tensor = _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "sum", group))
+    return total
 
 
 def sum_dtype(dtype: torch.dtype, wanted: torch.dtype | None = None) -> torch.dtype:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from usp.mesh import collectives
 from usp.mesh.devices import MeshLike, axis_sizes, coordinates, group_name
-from usp.mesh.plan import find_steps
+from usp.mesh.plan import REDUCES, find_steps
 from usp.mesh.spec import Axes, P, chunk, chunk_lengths, dual
 
 
@@ -62,14 +62,18 @@ class Move:
         program = self.program()
         if self.shape is None:
             _check_even(x.shape, program)
-        for instruction in program:
-            x = _execute(x, instruction, self.shape, self.reduce_dtype)
+        dtype, wide = x.dtype, collectives.sum_dtype(x.dtype, self.reduce_dtype)
+        sums = [i for i, instruction in enumerate(program) if instruction[0] in REDUCES]
+        for i, instruction in enumerate(program):
+            x = x.to(wide) if i in sums[:1] else x  # one rounding at the end, also of a sum over several axes
+            x = _execute(x, instruction, self.shape)
+            x = x.to(dtype) if i in sums[-1:] else x
         return x
 
 
 Instruction = tuple[str, int, int, int, int, tuple[tuple[int, int], ...], str]
-"""One step for this rank: kind, dim, to_dim, number of ranks, own index, the same two numbers of each axis that
-cuts `dim` further out, group."""
+"""One step for this rank: kind, dim, to_dim, number of ranks, own index, the same two numbers of each axis
+that cuts `dim` further out, group."""
 
 Plain = tuple[tuple[Axes, ...], Axes]  # a spec as tuples, which torch.compile 2.11 takes for a constant
 
@@ -118,16 +122,13 @@ def _check_even(local: Sequence[int], program: Sequence[Instruction]) -> None:
             lengths[to] //= parts
 
 
-def _execute(
-    x: Tensor, instruction: Instruction, shape: tuple[int, ...] | None, reduce_dtype: torch.dtype | None
-) -> Tensor:
+def _execute(x: Tensor, instruction: Instruction, shape: tuple[int, ...] | None) -> Tensor:
     kind, dim, to, parts, index, outer, group = instruction
     length = -1  # of `dim`, before this axis cut it
     if dim >= 0:
         length = x.shape[dim] * parts if shape is None else shape[dim]
         for count, at in outer if shape is not None else ():
             length = chunk(length, count, at)[1]
-    dtype = collectives.sum_dtype(x.dtype, reduce_dtype)
     if kind == "all_to_all":
         split, cat = chunk_lengths(x.shape[to], parts), chunk_lengths(length, parts)
         return collectives.all_to_all(
@@ -137,9 +138,9 @@ def _execute(
         return collectives.all_gather(x, group, dim=dim, length=length, parts=parts)
     if kind == "reduce_scatter":
         own = chunk(x.shape[to], parts, index)[1]
-        return collectives.reduce_scatter(x, group, dim=to, own=own, parts=parts, dtype=dtype)
+        return collectives.reduce_scatter(x, group, dim=to, own=own, parts=parts)
     if kind == "all_reduce":
-        return collectives.all_reduce(x, group, dtype=dtype)
+        return collectives.all_reduce(x, group)
     if kind == "slice":
         return x.narrow(to, *chunk(x.shape[to], parts, index)).clone()
     if kind == "pad":

@@ -11,10 +11,12 @@ from itertools import count
 
 import torch
 
+from usp.mesh.collectives import sum_dtype
 from usp.mesh.devices import MeshLike
 from usp.mesh.spec import Axes, P, check_spec
 
-COMMUNICATES = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
+REDUCES = ("reduce_scatter", "all_reduce")
+COMMUNICATES = ("all_to_all", "all_gather", *REDUCES)
 
 
 @dataclass(frozen=True)
@@ -80,19 +82,32 @@ class Plan:
         return "\n".join([head, *lines, f"  total: {_human(self.nbytes)} sent per rank"])
 
 
-def plan(src: P, dst: P, shape: tuple[int, ...], dtype: torch.dtype, mesh: MeshLike) -> Plan:
+def plan(
+    src: P,
+    dst: P,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    mesh: MeshLike,
+    *,
+    reduce_dtype: torch.dtype | None = None,
+) -> Plan:
     """Compile the move of a tensor of global `shape` from `src` to `dst`; least bytes, then fewest steps.
 
-    `mesh` is a DeviceMesh or a mapping such as {"dp": 1, "ring": 2, "ulysses": 4}; no process group is needed.
-    The steps depend on the placements and the mesh alone, so all ranks agree at every length; `shape` gives
-    the bytes. Raises ValueError when a spec does not fit the mesh or the shape.
+    `mesh` is a DeviceMesh or a mapping such as {"dp": 1, "ring": 2, "ulysses": 4}; it needs no process group.
+    The steps depend on the placements and the mesh alone, so all ranks agree at every length; `shape` and
+    `dtype` give the bytes (from the first sum to the last, those of `reduce_dtype` or at least float32).
+    Raises ValueError when a spec does not fit the mesh or the shape.
     """
     sizes = check_spec(src, mesh, len(shape), "src")
     check_spec(dst, mesh, len(shape), "dst")
-    steps = [
-        replace(step, nbytes=_sent(step.kind, step.axis, step.before.dims, shape, dtype.itemsize, sizes))
-        for step in find_steps(src, dst, tuple(sizes.items()))
-    ]
+    found = find_steps(src, dst, tuple(sizes.items()))
+    sums = [i for i, step in enumerate(found) if step.kind in REDUCES]
+    wide = sum_dtype(dtype, reduce_dtype)
+    steps = []
+    for i, step in enumerate(found):
+        itemsize = (wide if sums and sums[0] <= i <= sums[-1] else dtype).itemsize
+        nbytes = _sent(step.kind, step.axis, step.before.dims, shape, itemsize, sizes)
+        steps.append(replace(step, nbytes=nbytes))
     return Plan(src, dst, tuple(shape), dtype, sizes, tuple(steps))
 
 
@@ -139,7 +154,8 @@ def _moves(
 ) -> Iterator[tuple[str, str, int | None, int | None, State]]:
     """Every single step from `state`: kind, axis, dim, to_dim and where it leads.
 
-    Only the innermost axis of a dimension can move, and only an axis that the goal wants cut is sliced.
+    Only the innermost axis of a dimension can move, and only an axis that the goal wants cut is cut: no
+    detour over a dimension whose size nobody vouched for.
     """
     dims, partial = state
 
@@ -147,6 +163,7 @@ def _moves(
         return tuple((*axes, axis) if i == dim else axes for i, axes in enumerate(base))
 
     everywhere = range(len(dims))
+    wanted = {a for axes in goal[0] for a in axes}
     for dim, axes in enumerate(dims):
         if not axes:
             continue
@@ -161,10 +178,10 @@ def _moves(
     for axis in partial:
         rest = tuple(a for a in partial if a != axis)
         yield "all_reduce", axis, None, None, (dims, rest)
-        for to in everywhere:
+        for to in everywhere if axis in wanted else ():
             yield "reduce_scatter", axis, None, to, (put(dims, to, axis), rest)
     used = {a for axes in dims for a in axes} | set(partial)
-    for axis in (a for axes in goal[0] for a in axes if a not in used):
+    for axis in (a for a in sizes if a in wanted - used):
         for to in everywhere:
             yield "slice", axis, None, to, (put(dims, to, axis), partial)
     for axis in (a for a in goal[1] if a not in used):

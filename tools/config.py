@@ -66,9 +66,9 @@ class Train:
 class Convert:
     """Convert a checkpoint between the Hugging Face format and usp's own, exactly."""
 
-    src: Annotated[Path, tyro.conf.Positional]
+    src: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SRC")]
     """Hugging Face model directory, or a directory in usp's format (usp.json)."""
-    dst: Annotated[Path, tyro.conf.Positional]
+    dst: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DST")]
     """New or empty folder."""
     to: Literal["usp", "hf"]
     """Format to write."""

@@ -128,7 +128,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         q, k, v, o, *kept = ctx.saved_tensors
-        kept += [None] * (3 - len(kept))
+        kept = (*kept, *(None for _ in range(3 - len(kept))))
         d_qkv = _AttentionBackward.apply(grads[0], q, k, v, o, *kept, ctx.mask, ctx.kernel)  # type: ignore[no-untyped-call]
         return (*d_qkv, None, None)
 

@@ -80,7 +80,7 @@ def _vectors(params: Any, tree: Any) -> list[Tensor]:
 
 
 def _pairs(params: Any, tree: Any) -> list[tuple[Tensor, Tensor]]:
-    pairs = zip(pytree.tree_leaves(params), pytree.tree_leaves(tree), strict=True)
+    pairs = zip(pytree.tree_leaves(params), _like(params, tree, "grads and state"), strict=True)
     return [(p, t) for p, t in pairs if isinstance(p, Tensor)]
 
 
@@ -136,14 +136,18 @@ def clip_by_global_norm(grads: Any, specs: Any, mesh: MeshLike, max_norm: float)
 
 
 def _aligned(tree: Any, specs: Any) -> tuple[list[Any], list[Any]]:
-    leaves = pytree.tree_leaves(tree, is_leaf=lambda t: t is None)
-    placed = pytree.tree_leaves(specs, is_leaf=lambda t: t is None or isinstance(t, P))
-    if len(leaves) != len(placed):
-        raise ValueError(f"specs must have one placement per gradient, got {len(placed)} for {len(leaves)}.")
-    return leaves, placed
+    return pytree.tree_leaves(tree), _like(tree, specs, "specs")
+
+
+def _like(tree: Any, other: Any, name: str) -> list[Any]:
+    """The leaves of `other` in the order of those of `tree`: by key and place, dicts may be in any order."""
+    try:
+        return pytree.tree_structure(tree).flatten_up_to(other)
+    except ValueError as error:
+        raise ValueError(f"{name} must have the structure of the tree it goes with: {error}") from error
 
 
 def _map(fn: Any, tree: Any, specs: Any) -> Any:
     leaves, placed = _aligned(tree, specs)
-    spec = pytree.tree_flatten(tree, is_leaf=lambda t: t is None)[1]
-    return pytree.tree_unflatten([fn(g, s) for g, s in zip(leaves, placed, strict=True)], spec)
+    new = [fn(g, s) for g, s in zip(leaves, placed, strict=True)]
+    return pytree.tree_unflatten(new, pytree.tree_structure(tree))

@@ -1,8 +1,8 @@
 """Moves inside torch.func and under autograd, to second order: equal to the same on one dense tensor.
 
-The objective is the sum over ranks: rank r adds (c_r * move(x) ** 3).sum() with its own coefficients c_r, which
-sum to C over the copies of an element. Densely f(X) = (C * X ** 3).sum(), with gradient 3 C X^2 and Hessian
-product 6 C X V. All numbers are whole, so every comparison is exact.
+The objective is the sum over ranks: rank r adds (c_r * move(x) ** 3).sum() with its own coefficients c_r,
+which sum to C over the copies of an element. Densely f(X) = (C * X ** 3).sum(), with gradient 3 C X^2 and
+Hessian product 6 C X V. All numbers are whole, so every comparison is exact.
 """
 
 from collections.abc import Callable

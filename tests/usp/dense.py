@@ -25,7 +25,7 @@ def visible(edges: list[int], *, causal: bool) -> Tensor:
 def dense_attention(
     q: Tensor, k: Tensor, v: Tensor, *, edges: list[int], causal: bool = True, scale: float | None = None
 ) -> Tensor:
-    """Softmax over one whole [T, T] matrix per head, in the dtype given. q [B, S, N, H], k and v [B, S, K, H]."""
+    """Softmax over one whole [T, T] matrix per head, as given. q [B, S, N, H], k and v [B, S, K, H]."""
     rows, length, num_heads, size = q.shape
     group = num_heads // k.shape[2]
     scale = 1 / math.sqrt(size) if scale is None else scale
@@ -42,7 +42,7 @@ def dense_attention(
 
 
 def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 class Watch(TorchDispatchMode):
@@ -60,7 +60,9 @@ class Watch(TorchDispatchMode):
             if isinstance(t, Tensor):
                 self._hold(t.untyped_storage(), 0)  # not made here, though a view of it may be
         out = func(*args, **(kwargs or {}))
-        self.ops.append(f"{func} {[tuple(t.shape) for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]}")
+        self.ops.append(
+            f"{func} {[tuple(t.shape) for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]}"
+        )
         for t in pytree.tree_leaves(out):
             if isinstance(t, Tensor):
                 self.largest = max(self.largest, t.numel())

@@ -74,7 +74,10 @@ def test_equal_to_dense(name: str, dtype: torch.dtype, causal: bool) -> None:
     )
     for kernel in KERNELS:
         got = value_and_grads(
-            lambda q, k, v, kernel=kernel: attention(q, k, v, cu_seqlens=cu(case), causal=causal, kernel=kernel), x
+            lambda q, k, v, kernel=kernel: attention(
+                q, k, v, cu_seqlens=cu(case), causal=causal, kernel=kernel
+            ),
+            x,
         )
         for g, w, what in zip(got, want, ("out", "dq", "dk", "dv"), strict=True):
             assert g.dtype == dtype  # case P40

@@ -1,5 +1,7 @@
 """Attention under torch.func and torch.compile, and what it refuses."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -18,7 +20,9 @@ ROUNDING = 1e-12
 
 
 def close(got: Tensor, want: Tensor, tolerance: float = ROUNDING) -> bool:
-    return got.shape == want.shape and bool((got - want).abs().max() <= tolerance * max(1.0, float(want.abs().max())))
+    return got.shape == want.shape and bool(
+        (got - want).abs().max() <= tolerance * max(1.0, float(want.abs().max()))
+    )
 
 
 def energy(q: Tensor, k: Tensor, v: Tensor, kernel: str = "auto") -> Tensor:
@@ -34,8 +38,8 @@ def dense_energy(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def test_second_derivatives_of_the_reference() -> None:
     tangent = (normal(*X[0].shape, seed=20), *(normal(*X[1].shape, seed=20 + i) for i in (1, 2)))
 
-    def slope(*x: Tensor) -> tuple[Tensor, ...]:
-        return grad(lambda *y: energy(*y, kernel="reference"), argnums=EVERY)(*x)
+    def slope(*x: Any) -> tuple[Tensor, ...]:
+        return grad(lambda q, k, v: energy(q, k, v, kernel="reference"), argnums=EVERY)(*x)
 
     hvp = jvp(slope, X, tangent)[1]
     step = 1e-5
@@ -43,7 +47,7 @@ def test_second_derivatives_of_the_reference() -> None:
     reverse = vjp(slope, *X)[1](tangent)
     exact = jvp(grad(dense_energy, argnums=EVERY), X, tangent)[1]
     for h, r, e, u, d in zip(hvp, reverse, exact, up, down, strict=True):
-        # a central difference is off by step^2 times third derivatives, and rounding over step: 1e-10 and 1e-11
+        # a central difference is off by step^2 times third derivatives and rounding over step, about 1e-10
         assert close(h, (u - d) / (2 * step), 1e-8)
         assert close(r, h)  # the Hessian is symmetric
         assert close(h, e)
@@ -57,7 +61,7 @@ def test_second_derivatives_of_the_reference() -> None:
 def test_first_derivatives_by_transform(kernel: str) -> None:
     want = grad(dense_energy, argnums=EVERY)(*X)
     by_grad = grad(energy, argnums=EVERY)(*X, kernel)
-    value, pull = vjp(lambda *x: energy(*x, kernel=kernel), *X)
+    value, pull = vjp(lambda q, k, v: energy(q, k, v, kernel), *X)[:2]
     by_vjp = pull(torch.ones_like(value))
     assert all(close(a, w) and close(b, w) for a, b, w in zip(by_grad, by_vjp, want, strict=True))
 
@@ -76,13 +80,15 @@ def test_vmap_equals_a_loop(kernel: str) -> None:
     nested = vmap(vmap(run))(*(torch.stack([t.movedim(1, 0), -t.movedim(1, 0)]) for t in stacks))
     assert close(nested[1, 2], run(*(-t for t in loop[2])))
 
-    def slope(*x: Tensor) -> tuple[Tensor, ...]:
-        return grad(lambda *y: energy(*y, kernel=kernel), argnums=EVERY)(*x)
+    def slope(*x: Any) -> tuple[Tensor, ...]:
+        return grad(lambda q, k, v: energy(q, k, v, kernel=kernel), argnums=EVERY)(*x)
 
     per_sample = vmap(slope, in_dims=1)(*stacks)
     for got, want in zip(per_sample, zip(*(slope(*x) for x in loop), strict=True), strict=True):
         assert close(got, torch.stack(want))
-    summed = grad(lambda *y: vmap(lambda *x: energy(*x, kernel=kernel), in_dims=1)(*y).sum(), argnums=EVERY)(*stacks)
+    summed = grad(
+        lambda *y: vmap(lambda q, k, v: energy(q, k, v, kernel), in_dims=1)(*y).sum(), argnums=EVERY
+    )(*stacks)
     assert all(close(s.movedim(1, 0), p) for s, p in zip(summed, per_sample, strict=True))
     # many cotangents for one forward
     rows = jacrev(lambda q: run(q, *X[1:]).sum((0, 1, 3)))(X[0])
@@ -100,7 +106,9 @@ def test_compiled_in_one_graph(kernel: str) -> None:
 
     want = grad(loss, argnums=EVERY)(*X)
     leaves = [t.clone().requires_grad_() for t in X]
-    by_autograd = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(*leaves), leaves)
+    by_autograd = torch.autograd.grad(
+        torch.compile(loss, fullgraph=True, backend="aot_eager")(*leaves), leaves
+    )
     by_func = torch.compile(grad(loss, argnums=EVERY), fullgraph=True, backend="aot_eager")(*X)
     assert all(close(a, w) and close(f, w) for a, f, w in zip(by_autograd, by_func, want, strict=True))
 
@@ -108,9 +116,9 @@ def test_compiled_in_one_graph(kernel: str) -> None:
 def test_kernels_say_that_they_have_first_derivatives_only() -> None:
     q = X[0].clone().requires_grad_()
     (first,) = torch.autograd.grad(energy(q, *X[1:], kernel="cpu"), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="first derivatives only.*reference"):
+    with pytest.raises(RuntimeError, match=r"first derivatives only.*reference"):
         first.sum().backward()
-    with pytest.raises(RuntimeError, match="first derivatives only.*reference"):
+    with pytest.raises(RuntimeError, match=r"first derivatives only.*reference"):
         grad(lambda q: grad(energy)(q, *X[1:], "cpu").sum())(X[0])
     with pytest.raises(NotImplementedError, match="jvp"):
         jvp(lambda q: energy(q, *X[1:], kernel="cpu"), (X[0],), (X[0],))
@@ -119,7 +127,11 @@ def test_kernels_say_that_they_have_first_derivatives_only() -> None:
 @pytest.mark.parametrize(
     ("dtype", "kernel", "message"),
     [
-        (torch.float32, "cudnn", "kernel='cudnn' must take cpu torch.float32 with packed documents, and does not"),
+        (
+            torch.float32,
+            "cudnn",
+            "kernel='cudnn' must take cpu torch.float32 with packed documents, and does not",
+        ),
         (torch.bfloat16, "flash", "Use one of: cpu, reference, auto"),
         (torch.float16, "cpu", "Use one of: reference, auto"),
         (torch.float64, "none", "kernel='none'"),
@@ -138,7 +150,9 @@ def test_kernels_refuse(dtype: torch.dtype, kernel: str, message: str) -> None:
 )
 def test_boundaries_refused(edges: list[int]) -> None:
     # case H34: a document that runs on into the next row would attend across the batch
-    with pytest.raises(ValueError, match="must rise from 0 to B . S through the end of every row, got B=2, S=7"):
+    with pytest.raises(
+        ValueError, match=r"must rise from 0 to B . S through the end of every row, got B=2, S=7"
+    ):
         attention(*X, cu_seqlens=torch.tensor(edges, dtype=torch.int32))
 
 
@@ -149,7 +163,12 @@ def test_boundaries_on_a_device_refused() -> None:
 
 def test_shapes_refused() -> None:
     q, k, v = X
-    for bad in ((q, k, v[:, :, :1]), (q[:, :, :5], k, v), (q, k[:, :3], v[:, :3]), (q, k[..., :4], v[..., :4])):
+    for bad in (
+        (q, k, v[:, :, :1]),
+        (q[:, :, :5], k, v),
+        (q, k[:, :3], v[:, :3]),
+        (q, k[..., :4], v[..., :4]),
+    ):
         with pytest.raises(ValueError, match="N a multiple of K"):
             attention(*bad)
     with pytest.raises(ValueError, match="N a multiple of K"):

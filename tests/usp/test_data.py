@@ -1,4 +1,4 @@
-"""`shard_batch` on several meshes against a token-by-token account of the whole batch, and `unshard_batch`."""
+"""`shard_batch` on several meshes against an account of the whole batch token by token, and its inverse."""
 
 from itertools import product
 from typing import Any
@@ -115,7 +115,7 @@ def test_shards_put_together_are_the_batch(sizes: Sizes, ranks: Pool) -> None:
     assert len(by_rank) == dp * seq
     for i, batch in enumerate(BATCHES.values()):
         length = -(-batch.tokens.shape[1] // seq) * seq
-        want = account(batch, length)
+        want = account(batch, length)[:3]
         for j in range(3):
             rows = [torch.cat([by_rank[d * seq + s][i][j] for s in range(seq)], 1) for d in range(dp)]
             assert torch.equal(torch.cat(rows), want[j]), (list(BATCHES)[i], j)
@@ -125,7 +125,9 @@ def test_shards_put_together_are_the_batch(sizes: Sizes, ranks: Pool) -> None:
 def test_one_process(name: str) -> None:
     shard = shard_batch(BATCHES[name], table=TABLES["ulysses"], mesh=ONE)
     check_shard(shard, BATCHES[name], TABLES["ulysses"], ONE)
-    assert torch.equal(unshard_batch(shard.tokens, shard, table=TABLES["ulysses"], mesh=ONE), BATCHES[name].tokens)
+    assert torch.equal(
+        unshard_batch(shard.tokens, shard, table=TABLES["ulysses"], mesh=ONE), BATCHES[name].tokens
+    )
 
 
 def test_the_batch_is_not_changed_and_not_aliased() -> None:

@@ -42,7 +42,9 @@ def test_local_groups_are_even(counts: tuple[int, int, int]) -> None:
         heads = range(d.q_start, d.q_stop)
         assert len(heads) % len(slots) == 0
         local_group = len(heads) // len(slots)
-        assert [d.kv_start + slots[i // local_group] for i in range(len(heads))] == [h // group for h in heads]
+        assert [d.kv_start + slots[i // local_group] for i in range(len(heads))] == [
+            h // group for h in heads
+        ]
 
 
 def test_one_rank_keeps_everything_as_it_is() -> None:

@@ -18,7 +18,10 @@ class Layer(NamedTuple):
 
 
 def params() -> dict[str, Any]:
-    return {"layers": [Layer(normal(3, 3, seed=1), normal(3, seed=2)), Layer(normal(3, 3, seed=3), None)], "n": 4}
+    return {
+        "layers": [Layer(normal(3, 3, seed=1), normal(3, seed=2)), Layer(normal(3, 3, seed=3), None)],
+        "n": 4,
+    }
 
 
 def loss(p: dict[str, Any], x: Tensor, factor: float = 1.0) -> Tensor:
@@ -37,6 +40,7 @@ def test_structure_and_values() -> None:
     first, second = grads["layers"]
     assert isinstance(first, Layer)
     assert torch.equal(first.weight, want[0])
+    assert first.bias is not None
     assert torch.equal(first.bias, want[1])
     assert torch.equal(second.weight, want[2])
     assert second.bias is None  # None where no tensor is
@@ -47,7 +51,9 @@ def test_structure_and_values() -> None:
 def test_results_hold_no_graph() -> None:
     p = params()
     p["layers"][0].weight.requires_grad_()  # as the parameters of a module would
-    (value, aux), grads = value_and_grad(lambda p, x: (loss(p, x), {"twice": 2 * x}), has_aux=True)(p, normal(5, 3, seed=4))
+    (value, aux), grads = value_and_grad(lambda p, x: (loss(p, x), {"twice": 2 * x}), has_aux=True)(
+        p, normal(5, 3, seed=4)
+    )
     for t in (value, aux["twice"], grads["layers"][0].weight):
         assert not t.requires_grad
         assert t.grad_fn is None
@@ -122,7 +128,7 @@ def test_refused_where_its_derivative_would_be_lost() -> None:
 
 
 def test_memory_is_that_of_autograd() -> None:
-    """Section 7 of the design: torch.func.grad keeps the graph of the backward as well, 3.5 times the peak."""
+    """Section 7 of the design: torch.func.grad keeps the backward's graph as well, 3.5 times the peak."""
     weights = [normal(64, 64, seed=i, dtype=torch.float32) for i in range(8)]
     x = normal(512, 64, seed=9, dtype=torch.float32)
 
@@ -144,7 +150,9 @@ def test_memory_is_that_of_autograd() -> None:
 
     plain, ours = peak(autograd), peak(lambda: value_and_grad(mlp)(weights))
     assert ours <= 1.05 * plain  # a scalar or two differ
-    assert peak(lambda: grad_and_value(mlp)(weights)) > 1.8 * ours  # the measurement sees a graph that is kept
+    assert (
+        peak(lambda: grad_and_value(mlp)(weights)) > 1.8 * ours
+    )  # the measurement sees a graph that is kept
 
 
 def test_nothing_is_alive_afterwards() -> None:

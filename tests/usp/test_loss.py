@@ -45,7 +45,11 @@ def test_equal_to_torch(tile: int) -> None:
 
 
 def test_leading_dimensions() -> None:
-    x, weight, labels = normal(3, 2, 7, DIM, seed=1), normal(VOCAB, DIM, seed=2), torch.arange(42).view(3, 2, 7)
+    x, weight, labels = (
+        normal(3, 2, 7, DIM, seed=1),
+        normal(VOCAB, DIM, seed=2),
+        torch.arange(42).view(3, 2, 7),
+    )
     grads = grad(lambda x: linear_cross_entropy(x, weight, labels, tile=4))(x)
     assert close(grads, grad(whole)(x, weight, labels))
     strided = x.movedim(0, 2)
@@ -76,7 +80,11 @@ def test_no_valid_label(dtype: torch.dtype) -> None:
 
 def test_a_rank_without_tokens() -> None:
     # case D12: an uneven cut may leave a rank with none
-    x, weight, labels = normal(2, 0, DIM, seed=1), normal(VOCAB, DIM, seed=2), torch.empty(2, 0, dtype=torch.int64)
+    x, weight, labels = (
+        normal(2, 0, DIM, seed=1),
+        normal(VOCAB, DIM, seed=2),
+        torch.empty(2, 0, dtype=torch.int64),
+    )
     value, grads = value_and_grad(lambda x, w: linear_cross_entropy(x, w, labels), BOTH)(x, weight)
     assert value.item() == 0.0
     assert grads[0].shape == (2, 0, DIM)
@@ -161,13 +169,15 @@ def test_higher_derivatives_and_transforms() -> None:
                 jvp(f, (x, weight), tangents)[1],
                 jvp(lambda x, f=f: f(x, weight), (x,), tangents[:1])[1],
                 *jvp(slope, (x, weight), tangents)[1],  # forward over reverse
-                *grad(lambda *y, s=slope: sum((g * t).sum() for g, t in zip(s(*y), tangents, strict=True)), BOTH)(
-                    x, weight
-                ),  # reverse over reverse
+                *grad(
+                    lambda *y, s=slope: sum((g * t).sum() for g, t in zip(s(*y), tangents, strict=True)), BOTH
+                )(x, weight),  # reverse over reverse
                 hessian(f)(x, weight),
                 vmap(f, (0, None))(xs, weight),
                 vmap(grad(f), (0, None))(xs, weight),
-                grad(lambda c, f=f: grad(lambda x: c * f(x, weight))(x).square().sum())(torch.tensor(2.0).double()),
+                grad(lambda c, f=f: grad(lambda x: c * f(x, weight))(x).square().sum())(
+                    torch.tensor(2.0).double()
+                ),
             ]
         )
     for got, want in zip(*results, strict=True):
@@ -181,7 +191,9 @@ def test_compiled_in_one_graph() -> None:
         return linear_cross_entropy(x, w, labels, tile=16)
 
     leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
-    by_autograd = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(*leaves), leaves)
+    by_autograd = torch.autograd.grad(
+        torch.compile(loss, fullgraph=True, backend="aot_eager")(*leaves), leaves
+    )
     by_func = torch.compile(grad(loss, BOTH), fullgraph=True, backend="aot_eager")(x, weight)
     for got, other, want in zip(by_autograd, by_func, grad(loss, BOTH)(x, weight), strict=True):
         assert close(got, want)
@@ -190,7 +202,12 @@ def test_compiled_in_one_graph() -> None:
 
 def test_refused() -> None:
     x, weight, labels = data()
-    for bad in ((x, weight, labels[1:]), (x, weight[:, 1:], labels), (x, weight[0], labels), (x[None], weight, labels)):
+    for bad in (
+        (x, weight, labels[1:]),
+        (x, weight[:, 1:], labels),
+        (x, weight[0], labels),
+        (x[None], weight, labels),
+    ):
         with pytest.raises(ValueError, match="must have the leading shape of x"):
             linear_cross_entropy(*bad)
     with pytest.raises(ValueError, match="tile=0 must be at least 1"):

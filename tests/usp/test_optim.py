@@ -20,7 +20,9 @@ OPTIONS: dict[str, Any] = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6}
 
 
 def tree(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    leaves = {name: normal(*shape, seed=seed + i, dtype=dtype) for i, (name, shape) in enumerate(SHAPES.items())}
+    leaves = {
+        name: normal(*shape, seed=seed + i, dtype=dtype) for i, (name, shape) in enumerate(SHAPES.items())
+    }
     return {**leaves, "none": None}
 
 
@@ -66,7 +68,7 @@ def test_one_step_equals_the_formula() -> None:
 
 @pytest.mark.parametrize("how", ["gradient", "parameter", "both", "slice", "state"])
 def test_strides_do_not_matter(how: str) -> None:
-    """torch's CPU kernel reads memory in order, whatever the strides: a transposed gradient would be misapplied."""
+    """torch's CPU kernel reads memory in order, whatever the strides: a transposed gradient goes wrong."""
 
     def turned(x: Tensor) -> Tensor:
         return x.T.contiguous().T
@@ -81,7 +83,9 @@ def test_strides_do_not_matter(how: str) -> None:
             p = torch.cat([p, p], 1)[:, :6] if how == "slice" else p
             state = adamw_init({"w": p})
             if how == "state":
-                state = type(state)({"w": turned(state.exp_avg["w"])}, {"w": turned(state.exp_avg_sq["w"])}, state.steps)
+                state = type(state)(
+                    {"w": turned(state.exp_avg["w"])}, {"w": turned(state.exp_avg_sq["w"])}, state.steps
+                )
         params: Any = {"w": p}
         for _ in range(3):
             params, state = adamw_update(params, {"w": g}, state, lr=0.1)
@@ -140,10 +144,25 @@ def test_refused() -> None:
         clip_by_global_norm(grads, specs, ONE, 0)
     with pytest.raises(ValueError, match="at least one tensor, got none"):
         global_norm({"a": None}, {"a": None}, ONE)
-    with pytest.raises(ValueError, match="one placement per gradient, got 2 for 1"):
-        global_norm(grads, {"a": P(None), "b": P(None)}, ONE)
-    with pytest.raises(ValueError, match="one placement per gradient"):
-        reduce_grads({"a": torch.ones(2), "b": torch.ones(2)}, specs, ONE)
+    for other in ({"a": P(None), "b": P(None)}, [P(None)], {"b": P(None)}):
+        with pytest.raises(ValueError, match="specs must have the structure of the tree it goes with"):
+            global_norm(grads, other, ONE)
+        with pytest.raises(ValueError, match="specs must have the structure"):
+            reduce_grads(grads, other, ONE)
+    with pytest.raises(ValueError, match="grads and state must have the structure"):
+        adamw_update(grads, {"b": torch.ones(2)}, adamw_init(grads), lr=0.1)
+
+
+def test_trees_pair_by_name() -> None:
+    """Dicts in another order: paired by position, leaves of one shape would be exchanged in silence."""
+    a, b = normal(3, 3, seed=1), normal(3, 3, seed=2)
+    results = []
+    for order in (("a", "b"), ("b", "a")):
+        params = {"a": a.clone(), "b": b.clone()}
+        grads = {name: {"a": a, "b": 5 * b}[name] for name in order}
+        adamw_update(params, grads, adamw_init({name: params[name] for name in order}), lr=0.1)
+        results.append(params)
+    assert all(torch.equal(results[0][name], results[1][name]) for name in "ab")
 
 
 EVERYWHERE = ("dp", "ring", "ulysses")
@@ -162,7 +181,7 @@ def on_ranks(sizes: Sizes) -> list[tuple[Tensor, Tensor]]:
     full, results = tree(3, torch.float64), []
     for placed in LAYOUTS.values():
         specs = {**placed, "none": None}
-        summands = {"none": None}
+        summands: dict[str, Any] = {"none": None}
         for name, spec in placed.items():
             assert spec is not None
             whole = full[name][local_slices(spec, SHAPES[name], mesh)]

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.func import grad, jvp
 
@@ -40,12 +41,15 @@ def block(x: Tensor, w: Layer, shift: Tensor | None = None, index: Tensor | None
 
 LAYERS = tuple(layer(i) for i in range(DEPTH))
 X = normal(7, 6, seed=50, dtype=torch.float32)
-CONSTS = (normal(6, seed=60, dtype=torch.float32), torch.randperm(7, generator=torch.Generator().manual_seed(0)))
+CONSTS = (
+    normal(6, seed=60, dtype=torch.float32),
+    torch.randperm(7, generator=torch.Generator().manual_seed(0)),
+)
 
 
 def equal(a: Any, b: Any) -> None:
-    flat_a, tree_a = torch.utils._pytree.tree_flatten(a)
-    flat_b, tree_b = torch.utils._pytree.tree_flatten(b)
+    flat_a, tree_a = pytree.tree_flatten(a)
+    flat_b, tree_b = pytree.tree_flatten(b)
     assert tree_a == tree_b
     for x, y in zip(flat_a, flat_b, strict=True):
         assert torch.equal(x, y) if isinstance(x, Tensor) else x is y
@@ -78,7 +82,8 @@ def test_equal_to_a_loop() -> None:
     want = value_and_grad(loop, argnums=(0, 1))(X, LAYERS)
     for remat in ("none", "full"):
         got = value_and_grad(
-            lambda x, layers, remat=remat: scan(block, x, layers, *CONSTS, remat=remat).square().sum(), argnums=(0, 1)
+            lambda x, layers, remat=remat: scan(block, x, layers, *CONSTS, remat=remat).square().sum(),
+            argnums=(0, 1),
         )(X, LAYERS)
         equal(got, want)
 
@@ -143,7 +148,9 @@ def test_higher_derivatives() -> None:
 
     tangent = normal(7, 6, seed=51)
     hvp = jvp(grad(loss), (x,), (tangent,))[1]
-    step = 1e-5  # off by step^2 times third derivatives, and rounding over step: both below 1e-7 of the largest
+    step = (
+        1e-5  # off by step^2 times third derivatives, and rounding over step: both below 1e-7 of the largest
+    )
     difference = (grad(loss)(x + step * tangent) - grad(loss)(x - step * tangent)) / (2 * step)
     assert (hvp - difference).abs().max() <= 1e-6 * hvp.abs().max()
     with pytest.raises(RuntimeError, match="remat='full' gives first derivatives only"):
@@ -167,7 +174,9 @@ def test_lost_gradients_are_refused() -> None:
 
     for make in (closing, lambda w: partial(with_default, w=w), lambda w: partial(closing(w))):
         assert grad(total)(w, make, "none").abs().max() > 0
-        with pytest.raises(ValueError, match="block must hold no tensor that requires a gradient, got one of shape"):
+        with pytest.raises(
+            ValueError, match="block must hold no tensor that requires a gradient, got one of shape"
+        ):
             grad(total)(w, make, "full")
         assert torch.equal(total(w, make, "full"), total(w, make, "none"))  # a tensor without one may be held
         with pytest.raises(ValueError, match="Pass it through x or layers"):
