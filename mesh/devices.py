@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-AXES = ("dp", "ring", "ulysses")
+AXES: tuple[str, str, str] = ("dp", "ring", "ulysses")
 
 MeshLike = DeviceMesh | Mapping[str, int]
 """A DeviceMesh with named axes, or its sizes alone where nothing is communicated."""

@@ -55,8 +55,7 @@ class Ranks:
                 flush=True,
             )
         self.exchange(None)  # the launcher ends all as soon as one has ended: not before rank 0 has spoken
-        self.stop()
-        raise SystemExit(1)
+        self.leave(1)
 
     def exchange(self, value: T) -> list[T]:
         """`value` of every rank, on every rank."""
@@ -65,9 +64,20 @@ class Ranks:
             dist.all_gather_object(values, value)
         return values
 
-    def stop(self) -> None:
+    def leave(self, code: int = 0) -> None:
+        """End this process's part of the run with `code`; alone, go on when it is 0.
+
+        Among several processes the interpreter is not taken down: a gloo thread may still be releasing the tensors
+        of its last collective, and one that wants the interpreter then aborts the process, code 6 for a good run.
+        """
         if dist.is_initialized():
             dist.destroy_process_group()
+        if self.world > 1:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+        if code:
+            raise SystemExit(code)
 
 
 def start() -> Ranks:

@@ -233,7 +233,7 @@ def main(args: Sequence[str] | None = None, *, prog: str = "python -m usp.tools.
     ranks = start()
     cfg: Train = ranks.checked(lambda: parse(Train, prog=prog, args=args))
     train(cfg, ranks)
-    ranks.stop()
+    ranks.leave()
 
 
 if __name__ == "__main__":

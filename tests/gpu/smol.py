@@ -43,7 +43,12 @@ def launch(ranks: int, model: Path, data: Path, out: Path, *, seq_len: int, step
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += ["-m", "usp.tools.train", "--model", str(model), "--data", str(data), "--out", str(out)]
     command += ["--seq-len", str(seq_len), "--ulysses", str(ranks), "--steps", str(steps), "--dtype", dtype]
-    command += ["--remat", "full", "--lr", "1e-4"]  # where training is stable: at 1e-3 the loss jumps and any rounding grows
+    command += [
+        "--remat",
+        "full",
+        "--lr",
+        "1e-4",
+    ]  # where training is stable: at 1e-3 the loss jumps and any rounding grows
     env = environment()
     env["PYTHONPATH"] = os.pathsep.join([env["PYTHONPATH"], os.environ.get("PYTHONPATH", "")])
     run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280, check=False)

@@ -8,7 +8,10 @@ from torch import Tensor
 
 from usp import attention
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 # bfloat16 keeps 8 bits: one rounding is 2^-9 relative; output and gradients pass through a few of them.
 BF16 = 2e-2
@@ -62,7 +65,9 @@ def test_kernel_equals_dense_float64(kernel: str, heads: tuple[int, int], packed
 def make(heads: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(sum(heads))
     num_heads, num_kv = heads
-    return tuple(torch.randn(2, 256, n, 64, device="cuda", dtype=torch.bfloat16) for n in (num_heads, num_kv, num_kv))
+    return tuple(
+        torch.randn(2, 256, n, 64, device="cuda", dtype=torch.bfloat16) for n in (num_heads, num_kv, num_kv)
+    )
 
 
 def error(got: Tensor, wanted: Tensor) -> float:

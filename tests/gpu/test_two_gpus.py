@@ -14,13 +14,21 @@ from tests.ranks import run_ranks
 from usp import heads_to_seq, seq_to_heads
 from usp.mesh import TABLES, P, build_mesh, local_slices, redistribute
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
 
 
 def moves(rank: int, world_size: int) -> dict[str, int]:
     mesh = build_mesh(ulysses=world_size)
     full = torch.arange(9 * 7 * 5.0, device="cuda").view(9, 7, 5)
-    specs = [P("ulysses", None, None), P(None, "ulysses", None), P(None, None, "ulysses"), P(None, None, None)]
+    specs = [
+        P("ulysses", None, None),
+        P(None, "ulysses", None),
+        P(None, None, "ulysses"),
+        P(None, None, None),
+    ]
     for src in specs:
         for dst in specs:
             x = full[local_slices(src, full.shape, mesh)]
@@ -74,6 +82,6 @@ def test_two_gpus_follow_one(dtype: str, tmp_path: Path) -> None:
     for one, two in zip(*curves, strict=True):
         print(f"{dtype} step {one['step']:2d} loss {one['loss']:.6f} {two['loss']:.6f}", file=sys.stderr)
         assert abs(one["loss"] - two["loss"]) < tolerance * one["loss"]
-    print(f"tokens/s {curves[0][-1]['tokens_per_s']:.0f} {curves[1][-1]['tokens_per_s']:.0f}", file=sys.stderr)
-
-
+    print(
+        f"tokens/s {curves[0][-1]['tokens_per_s']:.0f} {curves[1][-1]['tokens_per_s']:.0f}", file=sys.stderr
+    )

@@ -71,7 +71,7 @@ def dynamic_length() -> None:
 
     counter = CompileCounterWithBackend("aot_eager")
     fn = compiled(loss, counter, dynamic=True)
-    for length in (8, 12, 20, 36, 4 * 25):
+    for length in (8, 12, 36):
         X, C = dense((5, length, 14), seed=1), dense((5, length, 14), seed=2)  # no two local sizes equal
         x, c = shard(X, src, mesh).requires_grad_(), shard(C, dual(dst, mesh), mesh)
         (got,) = torch.autograd.grad(fn(x, c), x)

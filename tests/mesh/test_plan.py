@@ -18,15 +18,15 @@ SUM_U, SUM_R = P(None, None, None, None, partial=U), P(None, None, None, None, p
 SUM_RU = P(None, None, None, None, partial=RU)
 A2A, GATHER, SCATTER, REDUCE = "all_to_all", "all_gather", "reduce_scatter", "all_reduce"
 
-# from, to: (kind, axis) of each step and bytes per rank. n (k-1)/k for an all-to-all and a reduce-scatter of n
-# bytes held, n (k-1) for a gather, twice n (k-1)/k for an all-reduce, nothing for local steps.
+# from, to: (kind, axis) of each step and bytes per rank. n (k-1)/k for an all-to-all and a reduce-scatter of
+# n bytes held, n (k-1) for a gather, twice n (k-1)/k for an all-reduce, nothing for local steps.
 MOVES: dict[str, tuple[P, P, list[tuple[str, str]], int]] = {
     "seq to heads": (P("dp", RU, None, None), P("dp", R, U, None), [(A2A, U)], BYTES // 8 * 3 // 4),
     "heads to seq": (P("dp", R, U, None), P("dp", RU, None, None), [(A2A, U)], BYTES // 8 * 3 // 4),
     "over ring": (P(None, R, None, None), P(None, None, R, None), [(A2A, R)], BYTES // 4),
     "gather": (P(None, U, None, None), WHOLE, [(GATHER, U)], BYTES // 4 * 3),
     "ring stays": (P("dp", RU, None, None), P("dp", R, None, None), [(GATHER, U)], BYTES // 8 * 3),
-    "both": (P(None, RU, None, None), WHOLE, [(GATHER, U), (GATHER, R)], BYTES // 8 * 3 + BYTES // 2),
+    "gather both": (P(None, RU, None, None), WHOLE, [(GATHER, U), (GATHER, R)], BYTES // 8 * 7),
     "slice": (WHOLE, P(None, U, None, None), [("slice", U)], 0),
     "slice both": (WHOLE, P(None, RU, None, None), [("slice", R), ("slice", U)], 0),
     "scatter": (SUM_U, P(None, U, None, None), [(SCATTER, U)], WIDE * 3 // 4),

@@ -45,7 +45,7 @@ def move_all(sizes: Sizes, specs: tuple[P, ...], shape: tuple[int, ...], say_sha
         w = shard(cotangent, dual(dst, mesh), mesh)
         (grad,) = torch.autograd.grad(out, local, w)
         assert_stands_for(grad, dual(src, mesh), mesh, cotangent, f"gradient of {note}")
-        _, pull = torch.func.vjp(lambda t: redistribute(t, src, dst, mesh, shape=given), local.detach())  # noqa: B023
+        pull = torch.func.vjp(lambda t: redistribute(t, src, dst, mesh, shape=given), local.detach())[1]  # noqa: B023
         assert torch.equal(pull(w)[0], grad), note
 
 

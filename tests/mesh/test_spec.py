@@ -4,6 +4,7 @@ import copy
 import pickle
 import re
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from usp.mesh import (
 from usp.mesh.devices import AXES, check_world_size
 from usp.mesh.tables import MATRICES, VECTORS
 
+BAD: Any = 3
 MESH = {"dp": 1, "ring": 2, "ulysses": 4}
 
 
@@ -67,9 +69,9 @@ def test_repr_builds_the_same_spec(spec: P) -> None:
         (lambda: P("dp", "dp"), "axis='dp' must appear once in a spec, got P('dp', 'dp')"),
         (lambda: P(("ring", "ring")), "axis='ring' must appear once"),
         (lambda: P("dp", partial="dp"), "axis='dp' must appear once"),
-        (lambda: P(3), "spec entry=3 must be None, an axis name or a tuple of names"),
-        (lambda: P(("dp", 3)), "spec entry=('dp', 3) must be None"),
-        (lambda: P("dp", partial=(1,)), "spec entry=(1,) must be"),
+        (lambda: P(BAD), "spec entry=3 must be None, an axis name or a tuple of names"),
+        (lambda: P(("dp", BAD)), "spec entry=('dp', 3) must be None"),
+        (lambda: P("dp", partial=(BAD,)), "spec entry=(3,) must be"),
         (lambda: local_shape(P("dp"), (2, 3), MESH), "spec=P('dp') must name 2 dimensions, got 1"),
         (lambda: local_shape(P("dp", "tp"), (2, 3), MESH), "spec=P('dp', 'tp') must use axes of the mesh"),
         (lambda: local_shape(P(None, partial="tp"), (2,), MESH), "must use axes of the mesh, got ['tp']"),
@@ -149,7 +151,7 @@ def test_build_mesh_refuses_before_it_communicates() -> None:
         build_mesh()
     for name in AXES:
         with pytest.raises(ValueError, match=f"{name}=0 must be at least 1"):
-            build_mesh(**{name: 0})
+            build_mesh(**dict[str, Any]({name: 0}))
 
 
 @pytest.mark.parametrize("name", TABLES)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
 
-from tests.usp.dense import dense_attention, normal
+from tests.usp.dense import Watch, dense_attention, normal
 from tests.usp.test_attention import CASES, cu, inputs, row_edges
 from usp import attention
 
@@ -86,9 +86,11 @@ def test_vmap_equals_a_loop(kernel: str) -> None:
     per_sample = vmap(slope, in_dims=1)(*stacks)
     for got, want in zip(per_sample, zip(*(slope(*x) for x in loop), strict=True), strict=True):
         assert close(got, torch.stack(want))
-    summed = grad(
-        lambda *y: vmap(lambda q, k, v: energy(q, k, v, kernel), in_dims=1)(*y).sum(), argnums=EVERY
-    )(*stacks)
+
+    def total(*y: Any) -> Tensor:
+        return vmap(lambda *x: energy(x[0], x[1], x[2], kernel), in_dims=1)(*y).sum()
+
+    summed = grad(total, argnums=EVERY)(*stacks)
     assert all(close(s.movedim(1, 0), p) for s, p in zip(summed, per_sample, strict=True))
     # many cotangents for one forward
     rows = jacrev(lambda q: run(q, *X[1:]).sum((0, 1, 3)))(X[0])
@@ -111,6 +113,14 @@ def test_compiled_in_one_graph(kernel: str) -> None:
     )
     by_func = torch.compile(grad(loss, argnums=EVERY), fullgraph=True, backend="aot_eager")(*X)
     assert all(close(a, w) and close(f, w) for a, f, w in zip(by_autograd, by_func, want, strict=True))
+
+
+def test_backward_makes_no_zeros_for_what_has_no_gradient() -> None:
+    q = X[0].clone().requires_grad_()
+    out = attention(q, *X[1:], kernel="cpu")
+    with Watch() as watch:
+        torch.autograd.grad(out, q, WEIGHT)
+    assert not [op for op in watch.ops if "zeros" in op]
 
 
 def test_kernels_say_that_they_have_first_derivatives_only() -> None:

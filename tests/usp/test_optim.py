@@ -215,7 +215,7 @@ def test_norm_on_any_mesh(sizes: Sizes, ranks: Pool) -> None:
 
 def bfloat16_sum() -> None:
     mesh = mesh_of((1, 1, 4))
-    part = torch.full((3,), 1.0 if mesh.get_coordinate()[2] == 0 else 2.0**-9, dtype=torch.bfloat16)  # type: ignore[index]
+    part = torch.full((3,), 1.0 if mesh.get_coordinate()[2] == 1 else 2.0**-9, dtype=torch.bfloat16)  # type: ignore[index]
     (total,) = reduce_grads([part], [P(None)], mesh)
     assert torch.equal(total, torch.full((3,), 1 + 3 * 2.0**-9).bfloat16())
     assert total[0] > 1  # one by one in bfloat16 they would be lost

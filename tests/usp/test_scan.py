@@ -121,6 +121,21 @@ def test_what_the_block_leaves_unused() -> None:
     assert torch.equal(results[1][1][0]["unused"], torch.zeros(2, dtype=torch.float64))
 
 
+def test_a_block_may_leave_out_x() -> None:
+    def reset(x: Tensor, w: dict[str, Any]) -> Tensor:
+        return w["scale"].expand(4, 3) if w["reset"] is not None else x * w["scale"]
+
+    layers = [{"scale": normal(3, seed=i), "reset": None if i != 1 else torch.zeros(())} for i in range(3)]
+    results = [
+        value_and_grad(lambda x, p, r=r: scan(reset, x, p, remat=r).square().sum(), (0, 1))(
+            normal(4, 3, seed=9), layers
+        )
+        for r in ("none", "full")
+    ]
+    equal(*results)
+    assert torch.equal(results[1][1][0], torch.zeros(4, 3, dtype=torch.float64))
+
+
 def test_no_layers() -> None:
     for remat in ("none", "full"):
         assert scan(block, X, [], remat=remat) is X
