@@ -30,7 +30,7 @@ def build_mesh(*, dp: int = 1, ring: int = 1, ulysses: int = 1, device_type: str
         )
     check_world_size(dist.get_world_size(), **degrees)
     if device_type is None:
-        device_type = "cuda" if "nccl" in dist.get_backend() else "cpu"
+        device_type = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
     return init_device_mesh(device_type, tuple(degrees.values()), mesh_dim_names=AXES)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,18 +93,24 @@ def _program(
         src, dst = src.reduced(), dst.reduced()
     if turns % 2:
         src, dst = (dst, src) if summed else (dual(dst, mesh), dual(src, mesh))
-    return _compile(src, dst, mesh)
+    sizes, at = axis_sizes(mesh), coordinates(mesh)
+    program = _compile(src, dst, tuple(sizes.items()), tuple(at.items()))
+    # group names are looked up each time: an equal mesh may belong to another process group by now
+    return tuple((*step, group_name(mesh, axis)) for axis, *step in program)  # type: ignore[misc]
+
+
+Sized = tuple[tuple[str, int], ...]
 
 
 @lru_cache(maxsize=4096)
-def _compile(src: P, dst: P, mesh: DeviceMesh) -> tuple[Instruction, ...]:
-    sizes, at = axis_sizes(mesh), coordinates(mesh)
+def _compile(src: P, dst: P, mesh_sizes: Sized, mesh_at: Sized) -> tuple[tuple[Any, ...], ...]:
+    """Instructions with the axis in front in place of the group at the end."""
+    sizes, at = dict(mesh_sizes), dict(mesh_at)
     program = []
-    for step in find_steps(src, dst, tuple(sizes.items())):
+    for step in find_steps(src, dst, mesh_sizes):
         dim, to = (-1 if d is None else d for d in (step.dim, step.to_dim))
         outer = () if step.dim is None else tuple((sizes[a], at[a]) for a in step.before[dim][:-1])
-        group = group_name(mesh, step.axis)
-        program.append((step.kind, dim, to, sizes[step.axis], at[step.axis], outer, group))
+        program.append((step.axis, step.kind, dim, to, sizes[step.axis], at[step.axis], outer))
     return tuple(program)
 
 

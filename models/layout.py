@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
+from usp.heads import trading_axis
 from usp.mesh import P, Table, axis_sizes
 from usp.models.config import LlamaConfig
 from usp.models.params import Mesh, abstract, named_leaves, spec_of
@@ -12,7 +13,15 @@ from usp.models.params import Mesh, abstract, named_leaves, spec_of
 _WHOLE = ("embed", "lm_head", "norm", "norm_attn", "norm_mlp", "q_norm", "k_norm", "bo", "b_down")
 # (first, second): the output dimension of the first is contracted by the second
 _CHAINED = (("wq", "wo"), ("w_gate", "w_down"))
-_ALIKE = (("wq", "bq"), ("wk", "wv"), ("wk", "bk"), ("wv", "bv"), ("w_gate", "w_up"), ("w_gate", "b_gate"))
+_ALIKE = (
+    ("wq", "wk"),
+    ("wq", "bq"),
+    ("wk", "wv"),
+    ("wk", "bk"),
+    ("wv", "bv"),
+    ("w_gate", "w_up"),
+    ("w_gate", "b_gate"),
+)
 
 
 def linear_out(x: P, weight: P) -> P:
@@ -27,7 +36,8 @@ def check_layout(cfg: LlamaConfig, *, mesh: Mesh, table: Table, seq_len: int | N
     Needs no process group and does not communicate: call it before any work. `seq_len`: global tokens a row.
     """
     sizes = axis_sizes(mesh)
-    problems = _table_problems(cfg, table, sizes) + _head_problems(cfg, table, sizes)
+    problems = _table_problems(cfg, table, sizes) or _chain_problems(table, sizes)
+    problems += _head_problems(cfg, table, sizes)
     if seq_len is not None and seq_len < 1:
         problems.append(f"seq_len={seq_len} must be at least 1. Give at least one token")
     if problems:
@@ -63,6 +73,31 @@ def _table_problems(cfg: LlamaConfig, table: Table, sizes: dict[str, int]) -> li
         if second in present and table.use[first][0] != table.use[second][0]:
             problems.append(f"use[{second!r}] must shard its output as use[{first!r}] does")
     return problems
+
+
+def _chain_problems(table: Table, sizes: dict[str, int]) -> list[str]:
+    """Moves that the forward would refuse, and columns that must agree as one batch runs through them."""
+    problems = []
+    for name in ("residual", "attn_x", "q", "mlp_x"):
+        spec: P = getattr(table, name)
+        if spec[0] != table.tokens[0]:
+            problems.append(f"{name}={spec} must shard B as tokens={table.tokens} does. Correct the table")
+    if table.kv != table.q:
+        problems.append(f"kv={table.kv} must be placed as q={table.q}. kv heads follow the query heads")
+    if table.q[3]:
+        problems.append(f"q={table.q} must keep H whole. Shard the heads instead")
+    for x, first, second in (("attn_x", "wq", "wo"), ("mlp_x", "w_gate", "w_down")):
+        try:
+            linear_out(linear_out(getattr(table, x), table.use[first]), table.use[second])
+        except ValueError as error:
+            problems.append(
+                f"{x}={getattr(table, x)} and use[{first!r}]={table.use[first]} must not share axes: {error}"
+            )
+    try:
+        trading_axis(table, sizes)
+    except ValueError as error:
+        problems.append(str(error))
+    return [problem.rstrip(".") for problem in problems]
 
 
 def _head_problems(cfg: LlamaConfig, table: Table, sizes: dict[str, int]) -> list[str]:

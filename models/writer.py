@@ -138,12 +138,18 @@ def _stream(
     """All ranks produce; rank 0 (`scratch` given) keeps and saves. Its failure is told after each file."""
     for file, group in files.items():
         held: dict[str, Tensor] = {}
+        failure: Exception | None = None
         for entry in group:
             value = produce(entry.name)  # may communicate: never skipped on one rank alone
-            if scratch is not None:
-                held[entry.name] = _own(value, entry)
+            try:
+                if scratch is not None and failure is None:
+                    held[entry.name] = _own(value, entry)
+            except Exception as error:  # told below, where every rank hears of it
+                failure = error
             del value
         with together(mesh):
+            if failure is not None:
+                raise failure
             if scratch is not None:
                 save_file(held, scratch / file, metadata={"format": "pt"})
 
@@ -157,7 +163,7 @@ def _own(value: Tensor, entry: Entry) -> Tensor:
 
 
 def _check_target(target: Path) -> None:
-    if target.is_dir() and not any(target.iterdir()):
+    if target.is_dir() and not target.is_symlink() and not any(target.iterdir()):
         return
     if target.exists() or target.is_symlink():
         raise ValueError(
@@ -184,8 +190,15 @@ def write_json(path: Path, value: object) -> None:
 
 def _publish(scratch: Path, target: Path) -> None:
     """On disk first, visible second: a crash leaves either nothing or everything at `target`."""
-    for file in scratch.rglob("*"):
-        if file.is_file():
-            with file.open("rb") as handle:
-                os.fsync(handle.fileno())
+    for file in [*(f for f in scratch.rglob("*") if f.is_file()), scratch]:
+        _sync(file)
     os.rename(scratch, target)
+    _sync(target.parent)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -79,6 +79,7 @@ class Pool:
                 try:
                     result, error = pipe.recv()
                 except EOFError:
+                    self._children[rank].join(2.0)
                     result, error = None, f"ended with exit code {self._children[rank].exitcode}"
                 if error is None:
                     results[rank] = result

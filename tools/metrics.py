@@ -1,6 +1,7 @@
 """Numbers of a run on rank 0: one JSON line per logged step, TensorBoard, and a plot of the loss."""
 
 import json
+import sys
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -29,7 +30,10 @@ class Metrics:
         self._lines.close()
         self._board.close()
         if self.rows:
-            plot_loss(self.rows, self.folder / "loss.png")
+            try:
+                plot_loss(self.rows, self.folder / "loss.png")
+            except OSError as e:  # a picture is not worth the weights that are still to be saved
+                print(f"warning: no plot: {e}", file=sys.stderr, flush=True)
 
     def __enter__(self) -> Self:
         return self
@@ -55,7 +59,6 @@ def plot_loss(rows: list[dict[str, float]], path: Path) -> None:
 def peak_memory_gb() -> float:
     """Largest memory of this process so far, in GB: of its GPU when it has one, of the host otherwise."""
     import resource
-    import sys
 
     import torch
 

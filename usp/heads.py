@@ -59,7 +59,7 @@ def seq_to_heads(
     least float32. Raises ValueError when the table asks for another move, shapes do not fit or a rank would
     get no head.
     """
-    axis = _trading_axis(table, mesh)
+    axis = trading_axis(table, mesh)
     if axis is None:
         return q, k, v
     if k.shape != v.shape or (*q.shape[:2], q.shape[3]) != (*k.shape[:2], k.shape[3]):
@@ -86,8 +86,9 @@ def seq_to_heads(
     q, k, v = (t.movedim(0, 2) for t in torch.split(x, [num_q, num_own_kv, num_own_kv]))
     order = _local_groups(mine, num_heads // num_kv)
     if order is not None:
-        index = torch.tensor(order, device=k.device)
-        k, v = (t.to(wide).index_select(2, index).to(dtype) for t in (k, v))
+        # slices, not an index tensor: making one on a GPU would wait for it
+        k, v = (torch.cat([t[:, :, i : i + 1] for i in order], 2) for t in (k.to(wide), v.to(wide)))
+        k, v = k.to(dtype), v.to(dtype)
     return q, k, v
 
 
@@ -97,7 +98,7 @@ def heads_to_seq(o: Tensor, *, num_heads: int, mesh: MeshLike, table: Table, seq
     `num_heads` is the N that `seq_to_heads` was given, `seq_len` the global S. 1 all-to-all each way, or
     nothing.
     """
-    axis = _trading_axis(table, mesh)
+    axis = trading_axis(table, mesh)
     if axis is None:
         return o
     deals = deal_heads(num_heads, num_heads, axis_sizes(mesh)[axis])
@@ -114,7 +115,7 @@ def heads_to_seq(o: Tensor, *, num_heads: int, mesh: MeshLike, table: Table, seq
     return x.movedim(0, 1)
 
 
-def _trading_axis(table: Table, mesh: MeshLike) -> str | None:
+def trading_axis(table: Table, mesh: MeshLike) -> str | None:
     """The axis that leaves the sequence for the heads, or None; axes of size 1 do not count."""
     sizes = axis_sizes(mesh)
 

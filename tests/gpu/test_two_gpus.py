@@ -1,12 +1,14 @@
 """Two GPUs over NCCL: moves are exact, and training follows the curve of one GPU."""
 
+import itertools
 import json
 import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.gpu.smol import launch, smol_shape, write_text
@@ -20,32 +22,38 @@ pytestmark = [
 ]
 
 
+def move(
+    x: torch.Tensor, src: P, dst: P, mesh: DeviceMesh, shape: tuple[int, ...] | None = None
+) -> torch.Tensor:
+    return redistribute(x, src, dst, mesh, shape=shape)
+
+
+def cubes(x: torch.Tensor, src: P, dst: P, mesh: DeviceMesh) -> torch.Tensor:
+    return move(x, src, dst, mesh).pow(3).sum()
+
+
 def moves(rank: int, world_size: int) -> dict[str, int]:
     mesh = build_mesh(ulysses=world_size)
-    full = torch.arange(9 * 7 * 5.0, device="cuda").view(9, 7, 5)
+    uneven, even = (9, 7, 5), (8, 6, 4)
+    full = torch.arange(9 * 7 * 5.0, device="cuda").view(uneven)
     specs = [
         P("ulysses", None, None),
         P(None, "ulysses", None),
         P(None, None, "ulysses"),
         P(None, None, None),
     ]
-    for src in specs:
-        for dst in specs:
-            x = full[local_slices(src, full.shape, mesh)]
-            fn: Callable[[torch.Tensor], torch.Tensor] = lambda x, s=src, d=dst: redistribute(  # noqa: E731
-                x, s, d, mesh, shape=tuple(full.shape)
-            )
-            assert torch.equal(fn(x), full[local_slices(dst, full.shape, mesh)])
-            even = torch.randn(8, 6, 4, device="cuda")[local_slices(src, (8, 6, 4), mesh)]
-            cubes = lambda x, s=src, d=dst: redistribute(x, s, d, mesh).pow(3).sum()  # noqa: E731
-            eager = torch.func.grad(cubes)(even)
-            torch.compiler.reset()  # else the second shape is compiled dynamically, which torch 2.11 cannot here
-            compiled = torch.compile(torch.func.grad(cubes), fullgraph=True, dynamic=False)(even)
-            torch.testing.assert_close(compiled, eager)
+    for src, dst in itertools.product(specs, specs):
+        x = full[local_slices(src, uneven, mesh)]
+        assert torch.equal(move(x, src, dst, mesh, uneven), full[local_slices(dst, uneven, mesh)])
+        x = torch.randn(even, device="cuda")[local_slices(src, even, mesh)]
+        grad = torch.func.grad(partial(cubes, src=src, dst=dst, mesh=mesh))
+        torch.compiler.reset()  # else the second shape is compiled dynamically, which torch 2.11 cannot here
+        compiled = torch.compile(grad, fullgraph=True, dynamic=False)(x)
+        torch.testing.assert_close(compiled, grad(x))
     return count_heads(mesh, rank)
 
 
-def count_heads(mesh: torch.distributed.device_mesh.DeviceMesh, rank: int) -> dict[str, int]:
+def count_heads(mesh: DeviceMesh, rank: int) -> dict[str, int]:
     """9 query and 3 kv heads, there and back, exact; collectives of both directions."""
     torch.manual_seed(3)
     q, k, v = (torch.randn(1, 10, n, 8, device="cuda") for n in (9, 3, 3))
@@ -80,7 +88,8 @@ def test_two_gpus_follow_one(dtype: str, tmp_path: Path) -> None:
     # float32: sums in another order. bfloat16: one rounding is 4e-3, and each step rounds the weights again.
     tolerance = {"float32": 1e-4, "bfloat16": 1e-2}[dtype]
     for one, two in zip(*curves, strict=True):
-        print(f"{dtype} step {one['step']:2d} loss {one['loss']:.6f} {two['loss']:.6f}", file=sys.stderr)
+        losses = f"{one['loss']:.6f} {two['loss']:.6f}"
+        print(f"{dtype} step {one['step']:2d} loss {losses}", file=sys.stderr)
         assert abs(one["loss"] - two["loss"]) < tolerance * one["loss"]
     print(
         f"tokens/s {curves[0][-1]['tokens_per_s']:.0f} {curves[1][-1]['tokens_per_s']:.0f}", file=sys.stderr

@@ -35,7 +35,7 @@ def test_a_scheme_of_ones_own_is_placed() -> None:
     """Weights stay cut by heads while in use: tables, not names, decide."""
     cut_out, cut_in = P("ulysses", None), P(None, "ulysses")
     leaves = {"w_gate": cut_out, "w_up": cut_out, "w_down": cut_in}
-    check_layout(CFG, mesh=MESH, table=using(**leaves))
+    check_layout(CFG, mesh=MESH, table=replace(using(**leaves), mlp_x=P("dp", None, None)))
 
 
 NO_RING: dict[str, Any] = {"dp": 1, "ring": 2, "ulysses": 1}
@@ -46,6 +46,14 @@ REFUSED: dict[str, tuple[Table, dict[str, int], str]] = {
         "num_heads=6 must be at least the 8 ranks",
     ),
     "ring": (ULYSSES, NO_RING, "ring attention is not there yet"),
+    "mlp cut twice": (
+        using(w_gate=P("ulysses", None), w_up=P("ulysses", None), w_down=P(None, "ulysses")),
+        MESH,
+        "must not share axes",
+    ),
+    "kv heads that do not follow": (using(wq=P("ulysses", None), wo=P(None, "ulysses")), MESH, "use['wk']"),
+    "kv apart from q": (replace(ULYSSES, kv=P("dp", None, None, None)), MESH, "must be placed as q"),
+    "rows apart": (replace(ULYSSES, residual=P("ring", "ulysses", None)), MESH, "must shard B"),
     "unknown axis": (replace(ULYSSES, mlp_x=P("dp", "tp", None)), MESH, "got ['tp']"),
     "model dimension cut": (replace(ULYSSES, residual=P("dp", None, "ulysses")), MESH, "must keep D whole"),
     "head cut": (using(lm_head=P("ulysses", None)), MESH, "use['lm_head']"),

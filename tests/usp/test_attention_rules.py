@@ -87,8 +87,11 @@ def test_vmap_equals_a_loop(kernel: str) -> None:
     for got, want in zip(per_sample, zip(*(slope(*x) for x in loop), strict=True), strict=True):
         assert close(got, torch.stack(want))
 
+    def per(q: Any, k: Any, v: Any) -> Tensor:
+        return energy(q, k, v, kernel)
+
     def total(*y: Any) -> Tensor:
-        return vmap(lambda *x: energy(x[0], x[1], x[2], kernel), in_dims=1)(*y).sum()
+        return vmap(per, in_dims=1)(*y).sum()
 
     summed = grad(total, argnums=EVERY)(*stacks)
     assert all(close(s.movedim(1, 0), p) for s, p in zip(summed, per_sample, strict=True))
