@@ -33,7 +33,7 @@ class Train:
     ulysses: int = 1
     """Ranks that cut one sequence and exchange it for attention heads by all-to-all."""
     ring: int = 1
-    """Ranks that cut one sequence and pass keys and values around."""
+    """Ranks that cut one sequence and pass keys and values around; must be 1 for now."""
     dp: int = 1
     """Ranks, or groups of ranks, that work on different rows."""
     table: str = "ulysses"

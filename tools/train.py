@@ -209,9 +209,13 @@ def run_steps(cfg: Train, setup: Setup, params: Any, mesh: Mesh, ranks: Ranks) -
 
 
 def report(
-    metrics: Metrics | None, bar: Any, waiting: list[tuple[int, int, StepResult]], cfg: Train, began: float
+    metrics: Metrics | None,
+    bar: Any,
+    waiting: list[tuple[int, int, StepResult]],
+    cfg: Train,
+    began: float,
 ) -> None:
-    """Write the steps since the last report: each its own loss, all the mean speed. Only rank 0 has `metrics`.
+    """Write the steps since the last report: each its own loss, all the mean speed.
 
     Raises ValueError, on every rank alike, at the first step whose loss or gradient norm is not finite.
     """
@@ -219,8 +223,8 @@ def report(
     for step, loss, norm in values:
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise ValueError(
-                f"loss={loss} and grad_norm={norm} must be finite, got this at step={step}. Nothing is exported; "
-                "lower --lr, or look for the row that did it."
+                f"loss={loss} and grad_norm={norm} must be finite, got this at step={step}. Nothing is "
+                "exported; lower --lr, or look for the row that did it."
             )
     if metrics is None:
         return
