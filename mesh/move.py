@@ -96,7 +96,7 @@ def _program(
     sizes, at = axis_sizes(mesh), coordinates(mesh)
     program = _compile(src, dst, tuple(sizes.items()), tuple(at.items()))
     # group names are looked up each time: an equal mesh may belong to another process group by now
-    return tuple((*step, group_name(mesh, axis)) for axis, *step in program)  # type: ignore[misc]
+    return tuple((*step, group_name(mesh, axis)) for axis, *step in program)
 
 
 Sized = tuple[tuple[str, int], ...]

@@ -29,13 +29,14 @@ def redistribute(
 
     `redistribute(local, src, dst, mesh)`; `redistribute(dtensor, dst)`. Communicates exactly the steps of
     `plan(src, dst, ...)`, and in the backward those of the dual move. Works under autograd, torch.func (grad,
-    vjp, jvp, vmap, functional_call, nested; for DTensors not vmap) and inside torch.compile.
+    vjp, jvp, vmap, functional_call, nested) and inside torch.compile. Over DTensors jvp and vmap raise; use
+    them inside shard_map.
 
     `shape` is the global shape, needed when a sharded dimension is not divisible by its axes: without it
-    every rank is taken to hold as much as this one. Sums are taken in float32 or wider unless `reduce_dtype`
-    says otherwise. Gradients of a replicated local value are per-rank contributions, to be summed (`dual`);
-    those of DTensors carry their own placement. Raises ValueError when a spec does not fit the mesh or the
-    tensor, before communicating.
+    every rank must hold as much as this one, which none can check alone. Sums are taken in float32 or wider
+    unless `reduce_dtype` says otherwise. Gradients of a replicated local value are per-rank contributions, to
+    be summed (`dual`); those of DTensors carry their own placement. Raises ValueError when a spec does not
+    fit the mesh or the tensor, before communicating.
     """
     if reduce_dtype is not None and not reduce_dtype.is_floating_point:
         raise ValueError(f"reduce_dtype={reduce_dtype} must be floating point. Leave it out to sum integers.")

@@ -19,7 +19,7 @@ from usp.mesh import P, dual, redistribute
 
 # Even and uneven sizes, pairwise different. Some are smaller than an axis: trailing ranks then hold nothing.
 EVEN = {2: (4, 6, 2), 3: (3, 9, 6), 4: (4, 12, 8)}
-UNEVEN = {2: ((2, 5, 3), (1, 7, 3)), 3: ((4, 7, 2), (1, 5, 10)), 4: ((3, 7, 5), (1, 13, 9), (2, 3, 1))}
+UNEVEN = {2: ((2, 5, 3), (1, 7, 3)), 3: ((4, 7, 2), (1, 5, 10)), 4: ((3, 7, 5), (1, 13, 3))}
 
 MESHES: dict[str, tuple[Sizes, tuple[P, ...]]] = {
     "ulysses2": ((1, 1, 2), SPECS_1D),
