@@ -8,12 +8,16 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.torch_version import TorchVersion
 
 from usp.mesh.devices import MeshLike, axis_sizes, coordinates
 from usp.mesh.dtensor import NO_VMAP, global_stride, placements_of, spec_of, unwrapped
 from usp.mesh.linear import apply_linear
 from usp.mesh.move import Move
 from usp.mesh.spec import Axes, P, check_spec, chunk, local_shape
+
+COMPILES_PENDING_SUMS = TorchVersion(torch.__version__) >= (2, 13)
+"""Seen on 2.11: the compiled gradient of a DTensor that holds a pending sum is wrong, without a word."""
 
 
 def redistribute(
@@ -104,6 +108,11 @@ def _redistribute_dtensor(x: Tensor, dst: P, given: P | None, reduce_dtype: torc
         return x
     move = Move(src, dst, mesh, tuple(x.shape), reduce_dtype, summed=True)
     if torch.compiler.is_compiling():
+        if src.partial and not COMPILES_PENDING_SUMS:
+            raise ValueError(
+                f"src={src} must have no pending sum inside torch.compile, got torch {torch.__version__}, which "
+                f"loses its gradient. Redistribute before the compiled part, or use torch 2.13."
+            )
         local = x.to_local(grad_placements=placements_of(src.reduced(), mesh))  # type: ignore[attr-defined]
         return _wrap(apply_linear(local, move), move)
     return cast(Tensor, _MoveDTensor.apply(x, move))  # type: ignore[no-untyped-call]

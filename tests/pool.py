@@ -24,7 +24,7 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
         init_method=f"file://{folder}/rendezvous",
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=180),
     )
     while (job := pipe.recv()) is not None:
         fn, args = job
