@@ -111,7 +111,7 @@ def _redistribute_dtensor(x: Tensor, dst: P, given: P | None, reduce_dtype: torc
         if src.partial and not COMPILES_PENDING_SUMS:
             raise ValueError(
                 f"src={src} must have no pending sum inside torch.compile, got torch {torch.__version__}, "
-                f"which compiles its gradient wrongly. Redistribute before the compiled part, or use torch 2.13."
+                f"which compiles its gradient wrongly. Redistribute before the compiled part, or update torch."
             )
         local = x.to_local(grad_placements=placements_of(src.reduced(), mesh))  # type: ignore[attr-defined]
         return _wrap(apply_linear(local, move), move)
