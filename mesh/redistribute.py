@@ -16,7 +16,7 @@ from usp.mesh.linear import apply_linear
 from usp.mesh.move import Move
 from usp.mesh.spec import Axes, P, check_spec, chunk, local_shape
 
-COMPILES_PENDING_SUMS = TorchVersion(torch.__version__) >= (2, 13)
+COMPILES_PENDING_SUMS = TorchVersion(torch.__version__) >= "2.13"
 """Seen on 2.11: the compiled gradient of a DTensor that holds a pending sum is wrong, without a word."""
 
 
@@ -111,7 +111,7 @@ def _redistribute_dtensor(x: Tensor, dst: P, given: P | None, reduce_dtype: torc
         if src.partial and not COMPILES_PENDING_SUMS:
             raise ValueError(
                 f"src={src} must have no pending sum inside torch.compile, got torch {torch.__version__}, "
-                f"which compiles its gradient wrongly. Redistribute before the compiled part, or update torch."
+                f"which compiles its gradient wrongly. Redistribute before the compiled part, or use 2.13."
             )
         local = x.to_local(grad_placements=placements_of(src.reduced(), mesh))  # type: ignore[attr-defined]
         return _wrap(apply_linear(local, move), move)
