@@ -54,8 +54,7 @@ class Ranks:
                 file=sys.stderr,
                 flush=True,
             )
-        self.exchange(None)  # the launcher ends all as soon as one has ended: not before rank 0 has spoken
-        self.leave(1)
+        raise SystemExit(1)  # up through whatever has files to close; `leave` ends the process
 
     def exchange(self, value: T) -> list[T]:
         """`value` of every rank, on every rank."""
@@ -70,6 +69,9 @@ class Ranks:
         Among several processes the interpreter is not taken down: a gloo thread may still be releasing the
         tensors of its last collective, and one that wants the interpreter then aborts a run that was good.
         """
+        self.exchange(
+            None
+        )  # the launcher ends all once one has failed: not before rank 0 has closed its files
         if dist.is_initialized():
             dist.destroy_process_group()
         if self.world > 1:
@@ -93,7 +95,10 @@ def start() -> Ranks:
     if world > 1:
         dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
     ranks = Ranks(rank=rank, world=world, device=device)
-    ranks.checked(lambda: has_device(device))
+    try:
+        ranks.checked(lambda: has_device(device))
+    except SystemExit:
+        ranks.leave(1)
     return ranks
 
 

@@ -220,34 +220,36 @@ def report(
     Raises ValueError, on every rank alike, at the first step whose loss or gradient norm is not finite.
     """
     values = [(step, float(r.loss), float(r.norm)) for step, _, r in waiting]  # waits for the device
+    seconds = time.perf_counter() - began
+    speed, memory = sum(tokens for _, tokens, _ in waiting) / seconds, peak_memory_gb()
     for step, loss, norm in values:
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise ValueError(
                 f"loss={loss} and grad_norm={norm} must be finite, got this at step={step}. Nothing is "
                 "exported; lower --lr, or look for the row that did it."
             )
-    if metrics is None:
-        return
-    seconds = time.perf_counter() - began
-    speed, memory = sum(tokens for _, tokens, _ in waiting) / seconds, peak_memory_gb()
-    for step, loss, norm in values:
-        metrics.log(
-            step,
-            loss=loss,
-            grad_norm=norm,
-            lr=learning_rate(cfg, step),
-            tokens_per_s=speed,
-            seconds=seconds / len(values),
-            memory_gb=memory,
-        )
+        if metrics is not None:
+            metrics.log(
+                step,
+                loss=loss,
+                grad_norm=norm,
+                lr=learning_rate(cfg, step),
+                tokens_per_s=speed,
+                seconds=seconds / len(values),
+                memory_gb=memory,
+            )
     bar.set_postfix_str(f"loss {values[-1][1]:.4f}, {speed:.0f} tok/s, {memory:.2f} GB")
 
 
 def main(args: Sequence[str] | None = None, *, prog: str = "python -m usp.tools.train") -> None:
     ranks = start()
-    cfg: Train = ranks.checked(lambda: parse(Train, prog=prog, args=args))
-    train(cfg, ranks)
-    ranks.leave()
+    code = 0
+    try:
+        cfg: Train = ranks.checked(lambda: parse(Train, prog=prog, args=args))
+        train(cfg, ranks)
+    except SystemExit as e:
+        code = e.code if isinstance(e.code, int) else 0
+    ranks.leave(code)
 
 
 if __name__ == "__main__":

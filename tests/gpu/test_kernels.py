@@ -64,10 +64,9 @@ def test_kernel_equals_dense_float64(kernel: str, heads: tuple[int, int], packed
 
 def make(heads: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(sum(heads))
-    num_heads, num_kv = heads
-    return tuple(
-        torch.randn(2, 256, n, 64, device="cuda", dtype=torch.bfloat16) for n in (num_heads, num_kv, num_kv)
-    )
+    counts = (heads[0], heads[1], heads[1])
+    q, k, v = (torch.randn(2, 256, n, 64, device="cuda", dtype=torch.bfloat16) for n in counts)
+    return q, k, v
 
 
 def error(got: Tensor, wanted: Tensor) -> float:

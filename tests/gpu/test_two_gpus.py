@@ -67,6 +67,7 @@ def count_heads(mesh: DeviceMesh, rank: int) -> dict[str, int]:
     forward = comm.get_total_counts()
     with CommDebugMode() as comm:
         back.backward(torch.ones_like(back))
+    assert local[0].grad is not None
     assert torch.equal(local[0].grad, torch.ones_like(local[0]))
     return {"forward": forward, "backward": comm.get_total_counts()}
 

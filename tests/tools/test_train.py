@@ -98,6 +98,19 @@ def test_second_epoch_goes_on(model_dir: Path, tmp_path: Path) -> None:  # case 
     assert all(row["loss"] > 0 and row["grad_norm"] > 0 for row in rows)
 
 
+def test_loss_that_is_not_finite_ends_all_ranks(
+    run: Run, model_dir: Path, corpus: Path, tmp_path: Path
+) -> None:
+    """One message, no export, and the plot up to there."""
+    out = tmp_path / "out"
+    words = [*options(model_dir, corpus, out), "--ulysses", "2", "--lr", "1e30"]
+    result = run("usp.tools.train", *words, ranks=2)
+    assert result.returncode == 1
+    assert result.stderr.count("must be finite, got this at step=") == 1
+    assert (out / "loss.png").exists()
+    assert not (out / "hf").exists()
+
+
 def test_bfloat16_keeps_float32_weights(model_dir: Path, corpus: Path, tmp_path: Path) -> None:
     """In bfloat16 the losses follow those of float32: updates smaller than its steps are not lost."""
     curves = {}
