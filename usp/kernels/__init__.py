@@ -9,6 +9,7 @@ import torch
 from usp.kernels.cpu import CPU
 from usp.kernels.cudnn import CUDNN
 from usp.kernels.flash import FLASH
+from usp.kernels.flash4 import FLASH4
 from usp.kernels.interface import FEATURES, PACKED, SOFTCAP, V_SIZE, WINDOW, Kernel, Segments
 from usp.kernels.padding import padded
 from usp.kernels.tiled import TILED
@@ -26,7 +27,7 @@ __all__ = [
     "choose",
 ]
 
-KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (CUDNN, FLASH, CPU, TILED)}
+KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (FLASH4, CUDNN, FLASH, CPU, TILED)}
 """In order of preference. "reference", plain torch with any derivative, is no kernel of this interface."""
 
 

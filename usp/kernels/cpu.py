@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 
 from usp.kernels.interface import PACKED, Kernel, Segments
+from usp.kernels.rows import batched, lse_batched, lse_flat, num_batch
 
 _aten = torch.ops.aten
 
 
 def _batches(segments: Segments) -> Iterator[tuple[int, slice, slice]]:
     """(batch, query rows, key rows): all segments at once when they are of one length, else one by one."""
-    if PACKED not in segments.features:
-        yield len(segments.cu_q) - 1, slice(0, segments.cu_q[-1]), slice(0, segments.cu_k[-1])
+    batch = num_batch(segments)
+    if batch is not None:
+        yield batch, slice(0, segments.cu_q[-1]), slice(0, segments.cu_k[-1])
         return
     for (q0, q1), (k0, k1) in zip(pairwise(segments.cu_q), pairwise(segments.cu_k), strict=True):
         yield 1, slice(q0, q1), slice(k0, k1)
@@ -24,13 +26,13 @@ def _batches(segments: Segments) -> Iterator[tuple[int, slice, slice]]:
 
 def _split(t: Tensor, batch: int, rows: slice, copies: int = 1) -> Tensor:
     """Rows of [T, K, H] -> [batch, K * copies, length, H], each head `copies` times in a row."""
-    t = torch.unflatten(t[rows], 0, (batch, -1)).transpose(1, 2)
+    t = batched(t[rows], batch).transpose(1, 2)
     return t if copies == 1 else t.repeat_interleave(copies, 1)
 
 
 def _join(t: Tensor) -> Tensor:
     """[batch, N, length, H] -> [batch * length, N, H]."""
-    return t.transpose(1, 2).flatten(0, 1)
+    return t.transpose(1, 2).flatten(0, 1).contiguous()
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
@@ -47,9 +49,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> tuple[Tenso
             scale=segments.scale,
         )
         outs.append(_join(o))
-        sums.append(lse.transpose(0, 1).flatten(1))  # handed out as [batch, N, length], whatever its strides
+        sums.append(lse_flat(lse))  # handed out as [batch, N, length], whatever its strides
     if len(outs) == 1:
-        return outs[0].contiguous(), sums[0].contiguous()
+        return outs[0], sums[0]
     return torch.cat(outs), torch.cat(sums, 1)
 
 
@@ -66,7 +68,7 @@ def _backward(
             _split(k, batch, keys, group),
             _split(v, batch, keys, group),
             _split(o, batch, rows),
-            torch.unflatten(lse[:, rows], 1, (batch, -1)).transpose(0, 1).contiguous(),
+            lse_batched(lse[:, rows], batch),
             0.0,
             segments.right == 0,
             scale=segments.scale,
