@@ -1,0 +1,52 @@
+"""Over which process groups a gather over several mesh axes runs, and who stands where in its result."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from usp.mesh.devices import MeshLike, group_name
+from usp.mesh.spec import Axes
+
+_ops = torch.ops._c10d_functional
+Stages = tuple[tuple[str, int], ...]
+
+
+def stages_of(
+    mesh: MeshLike, axes: Axes, sizes: dict[str, int], group: str | None
+) -> tuple[Stages, list[dict[str, int]]]:
+    """Groups and sizes to gather over, innermost last, and each member's coordinates in order."""
+    everything = axes == tuple(a for a, size in sizes.items() if size > 1)
+    if everything and isinstance(mesh, DeviceMesh) and len(axes) > 1:
+        if group is None and mesh.size() == dist.get_world_size():
+            world = dist.group.WORLD
+            assert world is not None
+            group = str(world.group_name)
+        if group is not None:
+            ranks = mesh.mesh.flatten().tolist()
+            order = sorted(zip(ranks, _places(sizes), strict=True))
+            members = [dict(zip(sizes, at, strict=True)) for _, at in order]
+            return ((group, len(members)),), members
+    stages = tuple((group_name(mesh, a), sizes[a]) for a in axes)
+    if everything and group is not None and len(stages) == 1:
+        stages = ((group, stages[0][1]),)
+    return stages, [dict(zip(axes, at, strict=True)) for at in _places({a: sizes[a] for a in axes})]
+
+
+def _places(sizes: dict[str, int]) -> list[tuple[int, ...]]:
+    return list(product(*(range(size) for size in sizes.values())))
+
+
+def gather_flat(x: Tensor, stage: tuple[str, int]) -> Tensor:
+    """Under way: [n] -> [parts * n]; to be waited for."""
+    return cast(Tensor, _ops.all_gather_into_tensor(x.view(-1), stage[1], stage[0]))
+
+
+def scatter_flat(x: Tensor, stage: tuple[str, int]) -> Tensor:
+    """Under way: [parts * n] -> [n], summed; to be waited for."""
+    return cast(Tensor, _ops.reduce_scatter_tensor(x.view(-1), "sum", stage[1], stage[0]))
