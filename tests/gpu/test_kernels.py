@@ -1,12 +1,13 @@
-"""CUDA kernels against a dense softmax in float64."""
+"""Kernels for CUDA, in bfloat16 and through their interface, against one dense softmax in float64."""
 
-import math
+from __future__ import annotations
 
 import pytest
 import torch
 from torch import Tensor
 
-from usp import attention
+from tests.usp.test_kernels import dense
+from usp.kernels import KERNELS, Kernel, Segments, choose
 
 pytestmark = [
     pytest.mark.gpu,
@@ -15,59 +16,155 @@ pytestmark = [
 
 # bfloat16 keeps 8 bits: one rounding is 2^-9 relative; output and gradients pass through a few of them.
 BF16 = 2e-2
+# The log-sum-exp is float32 of scores summed in float32 from exact products; kernels work in powers of two.
+LSE = 1e-3
+
+SCALE = 0.125
+CASES: dict[str, Segments] = {
+    "causal": Segments((0, 256, 512), (0, 256, 512), None, 0, SCALE),
+    "causal, not a multiple": Segments((0, 333), (0, 333), None, 0, SCALE),
+    "full": Segments((0, 256, 512), (0, 256, 512), None, None, SCALE),
+    "full, fewer keys": Segments((0, 256, 512), (0, 100, 200), None, None, SCALE),
+    "full, more keys": Segments((0, 100), (0, 513), None, None, SCALE),
+    "full, one key": Segments((0, 64), (0, 1), None, None, SCALE),
+    "packed": Segments((0, 3, 130, 256, 257, 512), (0, 3, 130, 256, 257, 512), None, 0, SCALE),
+    "packed, full, other lengths": Segments((0, 3, 130, 300), (0, 70, 75, 400), None, None, SCALE),
+    "causal, more keys": Segments((0, 100, 140), (0, 300, 400), None, 0, SCALE),
+    "window": Segments((0, 512), (0, 512), 100, 0, SCALE),
+    "window both ways": Segments((0, 256, 512), (0, 256, 512), 17, 40, SCALE),
+    "window, packed, other lengths": Segments((0, 100, 333), (0, 200, 433), 150, 5, SCALE),
+    "window to the left only": Segments((0, 200), (0, 200), 30, None, SCALE),
+    "window to the right only": Segments((0, 200), (0, 150), None, 70, SCALE),
+    "soft cap": Segments((0, 300), (0, 300), None, 0, SCALE, 1.5),
+    "soft cap, packed, window": Segments((0, 100, 333), (0, 100, 333), 50, 0, SCALE, 1.5),
+}
+HEADS = {"grouped": (9, 3), "equal": (5, 5), "one kv head": (4, 1)}
+CUDA_KERNELS = [name for name, kernel in KERNELS.items() if "cuda" in kernel.devices]
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, edges: list[int], causal: bool) -> Tensor:
-    """[B, S, N, H] attention written out, documents given by `edges` over the B * S rows."""
-    rows, length, num_heads, size = q.shape
-    k, v = (t.repeat_interleave(num_heads // k.shape[2], 2) for t in (k, v))
-    q, k, v = (t.reshape(rows * length, num_heads, size) for t in (q, k, v))
-    at = torch.arange(rows * length, device=q.device)
-    document = torch.bucketize(at, torch.tensor(edges[1:], device=q.device), right=True)
-    seen = document[:, None] == document[None, :]
-    if causal:
-        seen &= at[:, None] >= at[None, :]
-    scores = torch.einsum("qnh,snh->nqs", q, k) / math.sqrt(size)
-    weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
-    return torch.einsum("nqs,snh->qnh", weights, v).view(rows, length, num_heads, size)
+def pick(name: str, segments: Segments, size: int = 64, v_size: int = 64) -> Kernel:
+    device = torch.device("cuda", torch.cuda.current_device())
+    if not KERNELS[name].available(device):
+        pytest.skip(f"{name} is not installed, or not for this device")
+    features = segments.features
+    return choose(name, device=device, dtype=torch.bfloat16, size=size, v_size=v_size, features=features)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("heads", [(9, 3), (5, 5), (4, 1)])
-@pytest.mark.parametrize("kernel", ["cudnn", "flash", "reference"])
-def test_kernel_equals_dense_float64(kernel: str, heads: tuple[int, int], packed: bool, causal: bool) -> None:
-    if kernel == "cudnn" and packed:
-        with pytest.raises(ValueError, match="packed documents"):
-            attention(*make((1, 1)), cu_seqlens=torch.tensor([0, 5, 256, 512]), kernel=kernel)
-        return
-    q, k, v = make(heads)
-    edges = [0, 3, 130, 256, 257, 512] if packed else [0, 256, 512]
-    cu = torch.tensor(edges, dtype=torch.int32) if packed else None
-    up = torch.randn_like(q)
-
-    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return (attention(q, k, v, cu_seqlens=cu, causal=causal, kernel=kernel) * up).sum()
-
-    def wanted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return (dense(q, k, v, edges, causal) * up.double()).sum()
-
-    out = attention(q, k, v, cu_seqlens=cu, causal=causal, kernel=kernel)
-    wide = [t.double() for t in (q, k, v)]
-    assert error(out, dense(*wide, edges, causal)) < BF16
-    grads = torch.func.grad(ours, argnums=(0, 1, 2))(q, k, v)
-    references = torch.func.grad(wanted, argnums=(0, 1, 2))(*wide)
-    for got, reference in zip(grads, references, strict=True):
-        assert got.dtype == q.dtype
-        assert error(got, reference) < BF16
-
-
-def make(heads: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(segments: Segments, heads: tuple[int, int], size: int = 64, v_size: int = 64) -> list[Tensor]:
+    """q, k, v, do."""
     torch.manual_seed(sum(heads))
-    counts = (heads[0], heads[1], heads[1])
-    q, k, v = (torch.randn(2, 256, n, 64, device="cuda", dtype=torch.bfloat16) for n in counts)
-    return q, k, v
+    rows, keys, (num, num_kv) = segments.cu_q[-1], segments.cu_k[-1], heads
+    shapes = ((rows, num, size), (keys, num_kv, size), (keys, num_kv, v_size), (rows, num, v_size))
+    return [torch.randn(*shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
 
 
-def error(got: Tensor, wanted: Tensor) -> float:
-    return float((got.double() - wanted).norm() / wanted.norm())
+def wanted(x: list[Tensor], segments: Segments) -> list[Tensor]:
+    """o, lse, dq, dk, dv."""
+    q, k, v = (t.double().requires_grad_() for t in x[:3])
+    o, lse = dense(q, k, v, segments)
+    return [o.detach(), lse.detach(), *torch.autograd.grad(o, (q, k, v), x[3].double())]
+
+
+def check(got: tuple[Tensor, ...], want: list[Tensor]) -> None:
+    for name, g, w in zip(("o", "lse", "dq", "dk", "dv"), got, want, strict=True):
+        assert g.shape == w.shape, name
+        assert g.dtype == (torch.float32 if name == "lse" else torch.bfloat16), name
+        if name == "lse":
+            assert g.is_contiguous()
+            assert float((g.double() - w).abs().max()) < LSE
+            continue
+        # relative in the norm; a tensor that is zero (dq and dk of one key) by its largest entry
+        error = float((g.double() - w).norm()) / max(float(w.norm()), 1.0)
+        assert error < BF16, f"{name} is off by {error}"
+
+
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", CUDA_KERNELS)
+def test_equals_dense_float64(name: str, case: str, heads: tuple[int, int]) -> None:
+    segments = CASES[case]
+    if not segments.features <= KERNELS[name].features:
+        with pytest.raises(ValueError, match=f"kernel='{name}' must take .*Use one of: .*tiled, reference"):
+            pick(name, segments)
+        return
+    kernel = pick(name, segments)
+    q, k, v, do = x = inputs(segments, heads)
+    with torch.no_grad():
+        o, lse = kernel.forward(q, k, v, segments)
+        grads = kernel.backward(do, q, k, v, o, lse, segments)
+    check((o, lse, *grads), wanted(x, segments))
+
+
+@pytest.mark.parametrize("sizes", [(128, 128), (80, 80), (192, 128), (256, 256), (64, 32), (40, 50)])
+@pytest.mark.parametrize("case", ["causal", "packed"])
+@pytest.mark.parametrize("name", CUDA_KERNELS)
+def test_head_sizes(name: str, case: str, sizes: tuple[int, int]) -> None:
+    segments = CASES[case]
+    try:
+        kernel = pick(name, segments, *sizes)
+    except ValueError as refusal:
+        assert "head size" in str(refusal) or "packed" in str(refusal)  # noqa: PT017
+        return
+    q, k, v, do = x = inputs(segments, (6, 2), *sizes)
+    with torch.no_grad():
+        o, lse = kernel.forward(q, k, v, segments)
+        grads = kernel.backward(do, q, k, v, o, lse, segments)
+    check((o, lse, *grads), wanted(x, segments))
+
+
+@pytest.mark.parametrize("lengths", [(256, (128, 384)), (130, (100, 301))], ids=["even", "uneven"])
+@pytest.mark.parametrize("name", CUDA_KERNELS)
+def test_backward_of_parts_with_the_whole_softmax(name: str, lengths: tuple[int, tuple[int, int]]) -> None:
+    """A part of the keys with the o and lse of all of them gives its share of the gradients."""
+    rows, (first, last) = lengths
+    whole = Segments((0, rows), (0, last), None, None, SCALE)
+    kernel = pick(name, whole)
+    q, k, v, do = x = inputs(whole, (6, 2))
+    cuts = ((0, first), (first, last))
+    parts = [whole._replace(cu_k=(0, b - a)) for a, b in cuts]
+    with torch.no_grad():
+        halves = [kernel.forward(q, k[a:b], v[a:b], s) for (a, b), s in zip(cuts, parts, strict=True)]
+        lse = torch.logaddexp(halves[0][1], halves[1][1])
+        weights = [(lse_i - lse).exp().T.unsqueeze(2) for _, lse_i in halves]
+        o = sum((w * o_i for w, (o_i, _) in zip(weights, halves, strict=True)), torch.zeros_like(q).float())
+        o = o.to(q.dtype)
+        grads = [
+            kernel.backward(do, q, k[a:b], v[a:b], o, lse, s) for (a, b), s in zip(cuts, parts, strict=True)
+        ]
+    dq = (grads[0][0].float() + grads[1][0].float()).to(q.dtype)
+    dk, dv = (torch.cat([g[i] for g in grads]) for i in (1, 2))
+    check((o, lse, dq, dk, dv), wanted(x, whole))
+
+
+@pytest.mark.parametrize("name", CUDA_KERNELS)
+def test_causal_part_with_the_whole_softmax(name: str) -> None:
+    """The later half of the queries, with views: of rows in memory, and of an lse that is not contiguous."""
+    whole = Segments((0, 512), (0, 512), None, 0, SCALE)
+    early = Segments((0, 256), (0, 256), None, None, SCALE)
+    kernel = pick(name, whole)
+    q, k, v, do = x = inputs(whole, (6, 2))
+    want = wanted(x, whole)
+    late = slice(256, 512)
+    o, lse = want[0].to(q.dtype)[late], want[1].float()[:, late]
+    with torch.no_grad():
+        a = kernel.backward(do[late], q[late], k[:256], v[:256], o, lse, early)
+        b = kernel.backward(do[late], q[late], k[late], v[late], o, lse, early._replace(right=0))
+    dq = a[0].float() + b[0].float()
+    for got, wish in ((dq, want[2]), (b[1], want[3]), (b[2], want[4])):
+        assert float((got.double() - wish[late]).norm() / wish[late].norm()) < BF16
+
+
+@pytest.mark.parametrize("name", CUDA_KERNELS)
+def test_nothing_waits_for_the_device(name: str) -> None:
+    segments = CASES["causal"] if name == "cudnn" else CASES["packed"]
+    kernel = pick(name, segments)
+    q, k, v, do = inputs(segments, (6, 2))
+    with torch.no_grad():
+        o, lse = kernel.forward(q, k, v, segments)  # compiles, and makes the boundaries
+        kernel.backward(do, q, k, v, o, lse, segments)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            o, lse = kernel.forward(q, k, v, segments)
+            kernel.backward(do, q, k, v, o, lse, segments)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
