@@ -16,8 +16,9 @@ pytestmark = [
 
 # bfloat16 keeps 8 bits: one rounding is 2^-9 relative; output and gradients pass through a few of them.
 BF16 = 2e-2
-# The log-sum-exp is float32 of scores summed in float32 from exact products; kernels work in powers of two.
-LSE = 1e-3
+# The log-sum-exp is float32 of scores summed in float32 from exact products. A soft cap of 1.5 may go through
+# the tanh of the hardware, which is good to 2^-11 of it.
+LSE = 2e-3
 
 SCALE = 0.125
 CASES: dict[str, Segments] = {

@@ -48,12 +48,14 @@ def visible(segments: Segments) -> Tensor:
     """[T, U] bool, from the words of `Segments`."""
     mask = torch.zeros(segments.cu_q[-1], segments.cu_k[-1], dtype=torch.bool)
     for (qa, qb), (ka, kb) in zip(pairwise(segments.cu_q), pairwise(segments.cu_k), strict=True):
-        for i in range(qb - qa):
-            at = i + (kb - ka) - (qb - qa)
-            for j in range(kb - ka):
-                after = segments.left is None or j >= at - segments.left
-                before = segments.right is None or j <= at + segments.right
-                mask[qa + i, ka + j] = after and before
+        at = torch.arange(qb - qa).unsqueeze(1) + (kb - ka) - (qb - qa)
+        key = torch.arange(kb - ka)
+        seen = mask[qa:qb, ka:kb]
+        seen.fill_(True)
+        if segments.left is not None:
+            seen &= key >= at - segments.left
+        if segments.right is not None:
+            seen &= key <= at + segments.right
     return mask
 
 
