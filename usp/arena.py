@@ -1,0 +1,158 @@
+"""`Arena`: page-locked host buffers that are made once and used again, and copies to and from them."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Arena:
+    """Host memory for what a scan offloads: make one, pass it every step.
+
+    Buffers are page-locked where a GPU is there, grow with the first step and serve every later one of the
+    same shapes. `nbytes` counts all of them, `free_bytes` those that are not lent. Each device has one stream
+    for copies both ways, so a buffer is never written before it was read. Used on a CPU, buffers are ordinary
+    memory and copies happen at once.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[Tensor]] = {}
+        self._copies: dict[torch.device, Copies] = {}
+        self.nbytes = 0
+        self.free_bytes = 0
+
+    def lease(self) -> Lease:
+        return Lease(self)
+
+    def copies(self, device: torch.device) -> Copies:
+        if device not in self._copies:
+            self._copies[device] = _StreamCopies(device) if device.type == "cuda" else _DirectCopies()
+        return self._copies[device]
+
+    def take(self, nbytes: int, *, locked: bool) -> Tensor:
+        """A buffer of bytes, from those that are free or a new one."""
+        free = self._free.get(nbytes)
+        if free:
+            self.free_bytes -= nbytes
+            return free.pop()
+        buffer = torch.empty(nbytes, dtype=torch.uint8)
+        if locked and nbytes:
+            _lock(buffer)
+        self.nbytes += nbytes
+        return buffer
+
+    def give(self, buffers: list[Tensor]) -> None:
+        for buffer in buffers:
+            self._free.setdefault(buffer.nbytes, []).append(buffer)
+            self.free_bytes += buffer.nbytes
+        buffers.clear()
+
+
+class Lease:
+    """Buffers of an arena that go back to it together: at `end`, or when the lease is forgotten."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._buffers: list[Tensor] = []
+        self.end: Any = weakref.finalize(self, arena.give, self._buffers)
+
+    def take(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+        nbytes = math.prod(shape) * dtype.itemsize
+        buffer = self._arena.take(nbytes, locked=device.type == "cuda")
+        self._buffers.append(buffer)
+        return buffer.view(dtype).view(shape)
+
+
+@dataclass
+class Copied:
+    """A copy under way: what it fills, and the device at the other end."""
+
+    tensor: Tensor
+    device: torch.device
+    event: Any = None
+
+    def wait(self) -> None:
+        """Hold up the current stream, not the host, until the copy is done."""
+        if self.event is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.event)
+
+    def ready(self) -> Tensor:
+        self.wait()
+        return self.tensor
+
+
+class Copies(Protocol):
+    def out(self, t: Tensor, host: Tensor) -> Copied:
+        """t to the host. The caller holds t until it has waited."""
+        ...
+
+    def back(self, host: Tensor, device: torch.device) -> Copied: ...
+
+
+class _DirectCopies:
+    """For tensors on the CPU."""
+
+    def out(self, t: Tensor, host: Tensor) -> Copied:
+        host.copy_(t)
+        return Copied(host, t.device)
+
+    def back(self, host: Tensor, device: torch.device) -> Copied:
+        return Copied(host.clone(), device)
+
+
+class _StreamCopies:
+    """On a stream beside the one that computes; never waits on the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def out(self, t: Tensor, host: Tensor) -> Copied:
+        self._stream.wait_stream(torch.cuda.current_stream(t.device))
+        with torch.cuda.stream(self._stream):
+            host.copy_(t, non_blocking=True)
+            return Copied(host, t.device, self._stream.record_event())
+
+    def back(self, host: Tensor, device: torch.device) -> Copied:
+        t = torch.empty(host.shape, dtype=host.dtype, device=device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))  # memory of t may be in use until here
+        with torch.cuda.stream(self._stream):
+            t.copy_(host, non_blocking=True)
+            return Copied(t, device, self._stream.record_event())
+
+
+def _lock(buffer: Tensor) -> None:
+    """Page-lock memory where it is: torch's own allocator would round up to a power of two."""
+    runtime: Any = torch.cuda.cudart()
+    code = int(runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 1))
+    if code != 0:
+        raise RuntimeError(
+            f"host memory={buffer.nbytes} bytes must be page-locked, got CUDA error {code}. "
+            f"Raise the limit of locked memory (ulimit -l), or leave out offload."
+        )
+    weakref.finalize(buffer.untyped_storage(), runtime.cudaHostUnregister, buffer.data_ptr())
+
+
+def available_bytes(root: Path = Path("/")) -> int | None:
+    """Host memory that can still be used: the system's and the control group's figure, None if unknown."""
+    found = []
+    try:
+        for line in (root / "proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                found.append(int(line.split()[1]) * 1024)
+    except OSError:
+        pass
+    for limit, used in (
+        ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
+        ("sys/fs/cgroup/memory/memory.limit_in_bytes", "sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            found.append(int((root / limit).read_text()) - int((root / used).read_text()))
+        except (OSError, ValueError):  # not there, or "max"
+            continue
+    return min(found) if found else None

@@ -1,0 +1,141 @@
+"""`scan`: run one block over a stack of layers, and decide what is remembered for the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from usp.arena import Arena
+from usp.scan.function import apply_scan
+from usp.scan.memory import HostMemory, Memory, PlainMemory
+from usp.scan.run import Gather, Run
+
+REMAT = ("none", "full", "attention")
+OFFLOAD = ("none", "host")
+
+
+def scan(
+    block: Callable[..., Tensor],
+    x: Tensor,
+    layers: Sequence[Any],
+    *consts: Any,
+    remat: str = "none",
+    group: int = 1,
+    offload: str = "none",
+    arena: Arena | None = None,
+    gather: Gather | None = None,
+    compile: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+) -> Tensor:
+    """x = block(x, layer, *consts) for every layer, the counterpart of `lax.scan` with `jax.checkpoint`.
+
+    `layers` are pytrees of tensors and None, all alike; `consts` are tensors or None and get no gradient.
+
+    remat="none" keeps what autograd keeps, and allows any transform. "full" keeps each block's input and runs
+    the block again in the backward; "attention" too, but calls the block with `kept=`, a `usp.kept.Kept`,
+    whose results are kept as well and not computed again. group=k keeps only every k-th layer's input and
+    runs a group forward once more to find the others (Chen et al., arXiv 1604.06174, applied twice).
+    offload="host" keeps all this in the page-locked buffers of `arena`, copied on a stream of their own, and
+    allows one backward per forward. Re-runs see the autocast state and random numbers of the first run.
+
+    `gather` (a `usp.mesh.bundle.Bundle`) turns the leaves of one layer at rest into those that the block
+    sees, one layer ahead; with remat it does so again in the backward, and brings each layer's gradients
+    back while the next layer's are computed. `compile`, such as torch.compile, is applied to the block.
+
+    Other values of remat than "none" give first derivatives in reverse mode only, and only to what `block` is
+    given: it must not close over tensors that need a gradient. Leaves that need none (requires_grad under
+    autograd; not an argument of the transform under torch.func) cost none. Communicates what `block` and
+    `gather` do: with remat once more in the backward, with groups twice for all but the last of each. Raises
+    ValueError for options that do not exist or would have no effect, for a const or closed-over tensor that
+    asks for a gradient it would not get, and when the host's memory cannot hold what is offloaded.
+    """
+    _check_options(remat, group, offload, arena)
+    _check_no_grad("consts", consts)
+    under_func = _under_func()
+    if compile is not None:
+        if under_func and remat == "none":
+            raise ValueError(
+                "compile must not be given with remat='none' inside torch.func, which would run the block "
+                "uncompiled. Choose another remat, or use plain autograd."
+            )
+        block = compile(block)
+    if remat == "none" or not layers:
+        for layer in layers:
+            x = block(x, _used(layer, gather), *consts)
+        return x
+    if not torch.compiler.is_compiling():
+        _check_no_grad("block", _held(block))
+    flat = [pytree.tree_flatten(layer) for layer in layers]
+    leaves = [leaf for one, _ in flat for leaf in one]
+    memory: Memory = PlainMemory() if arena is None else HostMemory(arena, len(flat), group)
+    run = Run(
+        block=block,
+        trees=[tree for _, tree in flat],
+        num_leaves=[len(one) for one, _ in flat],
+        with_kept=remat == "attention",
+        group=group,
+        gather=gather,
+        memory=memory,
+        device=x.device,
+    )
+    if not torch.is_grad_enabled() and not under_func:
+        return run.forward(x, leaves, consts, keep=False)
+    return apply_scan(run, x, leaves, consts)
+
+
+def _used(layer: Any, gather: Gather | None) -> Any:
+    if gather is None:
+        return layer
+    leaves, tree = pytree.tree_flatten(layer)
+    return pytree.tree_unflatten(gather(leaves), tree)
+
+
+def _check_options(remat: str, group: int, offload: str, arena: Arena | None) -> None:
+    if remat not in REMAT:
+        raise ValueError(f"remat={remat!r} must be one of {', '.join(REMAT)}. Choose one of them.")
+    if offload not in OFFLOAD:
+        raise ValueError(f"offload={offload!r} must be one of {', '.join(OFFLOAD)}. Choose one of them.")
+    if group < 1:
+        raise ValueError(f"group={group} must be at least 1. Give the number of layers per kept input.")
+    if remat == "none" and (group != 1 or offload != "none"):
+        raise ValueError(
+            f"remat='none' must come without groups and offload, got group={group}, offload={offload!r}. "
+            f"Use remat='full' or 'attention'."
+        )
+    if (offload == "host") != (arena is not None):
+        raise ValueError(
+            f"arena={arena} must be given with offload='host' and only then, got offload={offload!r}. "
+            f"Make one usp.arena.Arena() and pass it every time, so that its buffers are used again."
+        )
+
+
+def _check_no_grad(name: str, tensors: Sequence[Any]) -> None:
+    for t in tensors:
+        if isinstance(t, Tensor) and t.requires_grad:
+            raise ValueError(
+                f"{name} must hold no tensor that requires a gradient, got one of shape {tuple(t.shape)}. "
+                f"Pass it through x or layers, or detach it."
+            )
+
+
+def _held(block: Any) -> list[Any]:
+    """What `block` brings along without being given it, as far as can be seen from outside."""
+    block = getattr(block, "_torchdynamo_orig_callable", block)
+    if isinstance(block, partial):
+        return [*_held(block.func), *pytree.tree_leaves((block.args, block.keywords))]
+    owner = getattr(block, "__self__", block)
+    if isinstance(owner, torch.nn.Module):
+        return list(owner.parameters())
+    return pytree.tree_leaves([cell.cell_contents for cell in getattr(block, "__closure__", None) or ()])
+
+
+def _under_func() -> bool:
+    """Whether a torch.func transform is under way. (torch.compile traces its own levels.)"""
+    if torch.compiler.is_compiling():
+        return True
+    functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    return cast(bool, functorch.peek_interpreter_stack() is not None)

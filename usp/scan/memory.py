@@ -1,0 +1,170 @@
+"""Where what a scan remembers is kept between forward and backward: with autograd, or on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from usp.arena import Arena, Copied, Copies, available_bytes
+
+
+class Visit(NamedTuple):
+    """One run of a layer in the backward: whether its input comes from memory, and whether it is the run that
+    makes the gradient (otherwise a group's forward)."""
+
+    layer: int
+    with_input: bool
+    is_last: bool
+
+
+Stored = tuple[Tensor | None, list[Tensor]]
+
+
+class Memory(Protocol):
+    keeps_input: bool
+    """Whether autograd must save the scan's own input."""
+
+    def put_input(self, layer: int, x: Tensor | None) -> None: ...
+
+    def put_kept(self, layer: int, kept: Sequence[Tensor]) -> None: ...
+
+    def outputs(self) -> list[Tensor]:
+        """What autograd is to save."""
+        ...
+
+    def reader(self, saved: Sequence[Tensor], visits: Sequence[Visit]) -> Iterator[Stored]:
+        """For each visit the layer's input, where wanted, and what it kept. `saved`: the scan's input, where
+        kept by autograd, and the `outputs`."""
+        ...
+
+
+class PlainMemory:
+    """On the device. Autograd holds the tensors, so that it decides when they go."""
+
+    keeps_input = True
+
+    def __init__(self) -> None:
+        self._tensors: list[Tensor] = []
+        self._inputs: dict[int, int] = {0: 0}  # layer -> place in `saved`
+        self._kept: list[range] = []
+
+    def put_input(self, layer: int, x: Tensor | None) -> None:
+        if x is not None and layer:
+            self._inputs[layer] = len(self._tensors) + 1
+            self._tensors.append(x.detach())
+
+    def put_kept(self, layer: int, kept: Sequence[Tensor]) -> None:
+        start = len(self._tensors) + 1
+        self._tensors += [t.detach() for t in kept]  # never the very tensor that is the result
+        self._kept.append(range(start, start + len(kept)))
+
+    def outputs(self) -> list[Tensor]:
+        tensors, self._tensors = self._tensors, []
+        return tensors
+
+    def reader(self, saved: Sequence[Tensor], visits: Sequence[Visit]) -> Iterator[Stored]:
+        for layer, with_input, _ in visits:
+            x = saved[self._inputs[layer]] if with_input else None
+            yield x, [saved[n] for n in self._kept[layer]]
+
+
+class HostMemory:
+    """On the host, in buffers of an arena. The last layer's stays where it is: it is needed at once.
+
+    A device tensor is let go when its copy is done, in stream order: before a layer runs, the stream waits
+    for the copies of the layer before the last, so that two layers' worth at most is under way and the host
+    never waits. The lease on the buffers ends with the first backward, or when the scan is forgotten.
+    """
+
+    keeps_input = False
+
+    def __init__(self, arena: Arena, num_layers: int, group: int) -> None:
+        self._arena, self._num_layers, self._group = arena, num_layers, group
+        self._lease = arena.lease()
+        self._copies: Copies | None = None
+        self._inputs: dict[int, Copied] = {}
+        self._kept: dict[int, list[Copied]] = {}
+        self._last: Stored = (None, [])
+        self._under_way: list[list[tuple[Tensor, Copied]]] = []  # layer by layer
+        self._done = False
+
+    def put_input(self, layer: int, x: Tensor | None) -> None:
+        self._wait_for(1)
+        self._under_way.append([])
+        if layer == self._num_layers - 1:
+            self._last = x, []
+        elif x is not None:
+            if layer == 0:
+                self._check_host(x, ())
+            self._inputs[layer] = self._out(x)
+
+    def put_kept(self, layer: int, kept: Sequence[Tensor]) -> None:
+        if layer == self._num_layers - 1:
+            self._last = self._last[0], list(kept)
+        else:
+            if layer == 0:
+                self._check_host(None, kept)
+            self._kept[layer] = [self._out(t) for t in kept]
+
+    def outputs(self) -> list[Tensor]:
+        self._wait_for(0)
+        return []
+
+    def reader(self, saved: Sequence[Tensor], visits: Sequence[Visit]) -> Iterator[Stored]:
+        if self._done:
+            raise RuntimeError(
+                "offload='host' keeps what one backward needs. Run the forward again, or use offload='none'."
+            )
+        self._done = True
+        try:
+            coming = self._start(visits[0])
+            for n, visit in enumerate(visits):
+                now = coming
+                if n + 1 < len(visits):
+                    coming = self._start(visits[n + 1])
+                if visit.layer == self._num_layers - 1:
+                    yield self._last if visit.with_input else (None, self._last[1])
+                    if visit.is_last:
+                        self._last = None, []
+                else:
+                    tensors = [t.ready() for t in now]
+                    yield (tensors.pop(0) if visit.with_input else None), tensors
+        finally:
+            self._lease.end()
+
+    def _wait_for(self, left: int) -> None:
+        """Let go of what was copied, but for the last `left` layers."""
+        while len(self._under_way) > left:
+            for _, copied in self._under_way.pop(0):
+                copied.wait()
+
+    def _start(self, visit: Visit) -> list[Copied]:
+        """Copies back to the device, under way."""
+        if visit.layer == self._num_layers - 1:
+            return []
+        assert self._copies is not None
+        wanted = [self._inputs[visit.layer]] if visit.with_input else []
+        return [self._copies.back(c.tensor, c.device) for c in (*wanted, *self._kept[visit.layer])]
+
+    def _out(self, t: Tensor) -> Copied:
+        if self._copies is None:
+            self._copies = self._arena.copies(t.device)
+        copied = self._copies.out(t, self._lease.take(t.shape, t.dtype, t.device))
+        self._under_way[-1].append((t, copied))
+        return copied
+
+    def _check_host(self, x: Tensor | None, kept: Sequence[Tensor]) -> None:
+        """ValueError when what will be put does not fit the host, judged from the first layer."""
+        layers = self._num_layers - 1
+        need = sum(t.nbytes for t in kept) * layers
+        if x is not None:
+            need += x.nbytes * -(-layers // self._group)
+        have = available_bytes()
+        if have is not None and need > have + self._arena.free_bytes:
+            raise ValueError(
+                f"host memory={have} bytes available must hold what offload='host' keeps, got {need} bytes "
+                f"more beside the {self._arena.nbytes} of the arena. Use more ranks on other hosts, a larger "
+                f"group, or remat='full'."
+            )
