@@ -5,20 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+from usp.models.hf_rope import read_rope, write_rope
 
-# Parameters of each supported rotary type: name in config.json -> field of Rope.
-ROPE_KEYS: dict[str, dict[str, str]] = {
-    "default": {},
-    "linear": {"factor": "factor"},
-    "llama3": {
-        "factor": "factor",
-        "low_freq_factor": "low_freq_factor",
-        "high_freq_factor": "high_freq_factor",
-        "original_max_position_embeddings": "original_max_position",
-    },
-}
-_ROPE_NEUTRAL = {"rope_type", "type", "rope_theta", "original_max_position_embeddings"}
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 _REQUIRED = {
     "vocab_size": "vocab_size",
@@ -29,6 +18,7 @@ _REQUIRED = {
 }
 _MAX_POSITION = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
 _KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}  # what Transformers assumes when the key is absent
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 # Fields that change the result when they are set, whatever the family.
 _REFUSED = (
@@ -54,48 +44,61 @@ _HINT = {
 }
 
 
-def read(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of LlamaConfig (`rope` as a dict of the fields of Rope). One ValueError names every problem."""
+def read(config: Mapping[str, Any]) -> tuple[dict[str, Any] | None, list[str]]:
+    """(fields of LlamaConfig with `rope` as fields of Rope, problems). No fields when sizes are missing."""
     family = config.get("model_type")
     if family not in FAMILIES:
-        raise ValueError(f"model_type={family!r} must be one of {list(FAMILIES)}. Choose another checkpoint.")
+        return None, [f"model_type={family!r} must be one of {list(FAMILIES)}. Choose another checkpoint"]
     problems = [f"{key} is missing" for key in _REQUIRED if config.get(key) is None]
-    problems += _refused(config, family)
-    theta, rope = _read_rope(config, problems)
-    if problems:
-        raise ValueError(
-            f"config.json of model_type={family} must be a supported one: {'; '.join(problems)}."
-        )
-
-    attention_bias = bool(config.get("attention_bias", False)) and family in ("llama", "qwen3")
-    heads = config["num_attention_heads"]
-    kv_heads = config.get("num_key_value_heads", _KV_HEADS.get(family))
-    fields = {name: config[key] for key, name in _REQUIRED.items()}
+    usable = not problems
+    problems += _refused(config)
+    theta, rope = read_rope(config, problems)
+    windows = _windows(config, family, problems)
+    values = _Values(config, problems)
+    attention_bias = values.flag("attention_bias") and family in ("llama", "qwen3")
+    heads, default_kv = config.get("num_attention_heads"), _KV_HEADS.get(family)
+    kv_heads = config.get("num_key_value_heads", default_kv)
+    fields = {name: config.get(key) for key, name in _REQUIRED.items()}
     fields.update(
         model_type=family,
         num_kv_heads=heads if kv_heads is None else kv_heads,
-        head_dim=_head_dim(config, family),
-        rms_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope_theta=float(theta),
+        head_dim=config.get("head_dim") or (128 if family == "qwen3" else 0),  # 0: hidden_size / num_heads
+        rms_eps=values.number("rms_norm_eps", 1e-6),
+        rope_theta=theta,
         rope=rope,
-        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tie_embeddings=values.flag("tie_word_embeddings"),
         qkv_bias=attention_bias or family == "qwen2",
         o_bias=attention_bias,
-        mlp_bias=bool(config.get("mlp_bias", False)) and family == "llama",
+        mlp_bias=values.flag("mlp_bias") and family == "llama",
         qk_norm=family == "qwen3",
+        windows=windows,
         max_position=config.get("max_position_embeddings", _MAX_POSITION[family]),
-        init_std=float(config.get("initializer_range", 0.02)),
+        init_std=values.number("initializer_range", 0.02),
     )
-    return fields
+    return fields if usable else None, problems
 
 
-def _head_dim(config: Mapping[str, Any], family: str) -> int:
-    if family == "qwen3":
-        return config.get("head_dim") or 128
-    return config.get("head_dim") or 0  # 0: hidden_size / num_heads
+class _Values:
+    """Typed reading; a value of another type becomes a problem and the default."""
+
+    def __init__(self, config: Mapping[str, Any], problems: list[str]) -> None:
+        self.config, self.problems = config, problems
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self.config.get(key, default)
+        if value is not None and not isinstance(value, bool):
+            self.problems.append(f"{key}={value!r} must be true or false")
+        return value is True
+
+    def number(self, key: str, default: float) -> float:
+        value = self.config.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e30:
+            self.problems.append(f"{key}={value!r} must be a number of 0 or more")
+            return default
+        return float(value)
 
 
-def _refused(config: Mapping[str, Any], family: str) -> list[str]:
+def _refused(config: Mapping[str, Any]) -> list[str]:
     problems = [
         f"{key}={config[key]!r} is not supported. {_HINT.get(key, 'Choose another checkpoint')}"
         for key in _REFUSED
@@ -103,66 +106,57 @@ def _refused(config: Mapping[str, Any], family: str) -> list[str]:
     ]
     if (act := config.get("hidden_act", "silu")) not in ("silu", "swish"):
         problems.append(f"hidden_act={act!r} must be 'silu'")
-    if "AutoModelForCausalLM" in (config.get("auto_map") or {}):
+    if "AutoModelForCausalLM" in str(config.get("auto_map") or ""):
         problems.append("auto_map names a model class of the checkpoint's own, which is never run")
-    window = _window(config, family)
-    if window:
-        problems.append(
-            f"sliding_window={window} is not supported. "
-            "Set it to null only if the model was trained with full attention"
-        )
     return problems
 
 
-def _window(config: Mapping[str, Any], family: str) -> Any:
-    """The sliding window that Transformers would apply to at least one layer, or None."""
-    if family == "llama":
-        return None
-    if family == "mistral":
-        return config.get("sliding_window", 4096)  # an absent key means 4096 there, null means full attention
-    layer_types = config.get("layer_types")
-    if layer_types is not None:
-        odd = sorted(set(layer_types) - {"full_attention"})
-        return f"layer_types {odd}" if odd else None
-    windowed = config.get("num_hidden_layers", 0) > config.get("max_window_layers", 28)
-    return config.get("sliding_window", 4096) if config.get("use_sliding_window") and windowed else None
+def _windows(config: Mapping[str, Any], family: str, problems: list[str]) -> tuple[int | None, ...]:
+    """For each layer the window that Transformers applies; () where no layer has one."""
+    layers = config.get("num_hidden_layers")
+    if family == "llama" or not isinstance(layers, int) or not 0 < layers <= 10_000:
+        return ()
+    window = config.get("sliding_window", 4096)  # an absent key means 4096, null full attention
+    if family != "mistral" and not _Values(config, problems).flag("use_sliding_window"):
+        window = None
+    if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
+        problems.append(f"sliding_window={window!r} must be a positive integer or null")
+        return ()
+    types = config.get("layer_types")
+    if types is None:
+        first = 0 if family == "mistral" else config.get("max_window_layers", 28)
+        if not isinstance(first, int):
+            problems.append(f"max_window_layers={first!r} must be an integer")
+            return ()
+        return tuple(window if layer >= first else None for layer in range(layers))
+    return _by_type(types, window, layers, family, problems)
 
 
-def _read_rope(config: Mapping[str, Any], problems: list[str]) -> tuple[float, dict[str, Any]]:
-    """Same precedence as Transformers 5: a non-empty rope_scaling replaces rope_parameters."""
-    raw = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
-    theta = raw.get("rope_theta") or config.get("rope_theta") or 10000.0
-    kind = raw.get("rope_type") or raw.get("type") or "default"
-    partial = raw.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
-    if partial != 1.0:
-        problems.append(f"partial_rotary_factor={partial} must be 1.0")
-    nested = sorted(key for key, value in raw.items() if isinstance(value, Mapping))
-    if nested:
-        problems.append(f"rope_parameters={nested} differ by layer type, which is not supported")
-        return theta, {}
-    if kind not in ROPE_KEYS:
-        problems.append(f"rope_type={kind!r} must be one of {sorted(ROPE_KEYS)}")
-        return theta, {}
-    if kind == "llama3" and config.get("original_max_position_embeddings") is not None:
-        raw["original_max_position_embeddings"] = config["original_max_position_embeddings"]
-    keys = ROPE_KEYS[kind]
-    unknown = sorted(k for k, v in raw.items() if v is not None and k not in keys and k not in _ROPE_NEUTRAL)
-    problems += [f"rope_parameters.{key}={raw[key]!r} has no meaning for rope_type={kind}" for key in unknown]
-    problems += [
-        f"rope_parameters.{key} is missing for rope_type={kind}" for key in keys if raw.get(key) is None
-    ]
-    return theta, {
-        "rope_type": kind,
-        **{field: raw[key] for key, field in keys.items() if raw.get(key) is not None},
-    }
+def _by_type(
+    types: Any, window: int | None, layers: int, family: str, problems: list[str]
+) -> tuple[int | None, ...]:
+    if not isinstance(types, list) or len(types) != layers:
+        problems.append(f"layer_types must name one type for each of the {layers} layers")
+        return ()
+    if odd := sorted({repr(kind) for kind in types if kind not in (_FULL, _SLIDING)}):
+        problems.append(f"layer_types={', '.join(odd)} must be {_FULL!r} or {_SLIDING!r}")
+    elif _SLIDING in types and window is None:
+        problems.append(
+            "layer_types holds 'sliding_attention' but no sliding_window applies. "
+            "Set sliding_window and use_sliding_window"
+        )
+    elif family == "mistral" and set(types) != {_FULL if window is None else _SLIDING}:
+        problems.append(
+            f"layer_types must agree with sliding_window={window} for mistral, whose layers are all alike"
+        )
+    return tuple(window if kind == _SLIDING else None for kind in types)
 
 
 def write(fields: Mapping[str, Any], *, dtype: str) -> dict[str, Any]:
     """Inverse of `read`, in both generations' spelling. ValueError if the family cannot say it."""
     family: str = fields["model_type"]
     _check_family(fields)
-    kind = fields["rope"]["rope_type"]
-    rope = {"rope_type": kind, **{key: fields["rope"][field] for key, field in ROPE_KEYS[kind].items()}}
+    rope = write_rope(fields["rope"])
     out: dict[str, Any] = {key: fields[name] for key, name in _REQUIRED.items()}
     out.update(
         architectures=[f"{family.title()}ForCausalLM"],
@@ -176,7 +170,7 @@ def write(fields: Mapping[str, Any], *, dtype: str) -> dict[str, Any]:
         tie_word_embeddings=fields["tie_embeddings"],
         attention_dropout=0.0,
         rope_theta=fields["rope_theta"],
-        rope_scaling=None if kind == "default" else rope,
+        rope_scaling=None if rope["rope_type"] == "default" else rope,
         rope_parameters={**rope, "rope_theta": fields["rope_theta"]},
         dtype=dtype,
         torch_dtype=dtype,
@@ -186,10 +180,22 @@ def write(fields: Mapping[str, Any], *, dtype: str) -> dict[str, Any]:
     if family == "llama":
         out["mlp_bias"] = fields["mlp_bias"]
     else:
-        out["sliding_window"] = None
-    if family in ("qwen2", "qwen3"):
-        out.update(use_sliding_window=False, layer_types=["full_attention"] * fields["num_layers"])
+        out.update(_write_windows(fields, family))
     return out
+
+
+def _write_windows(fields: Mapping[str, Any], family: str) -> dict[str, Any]:
+    windows = fields["windows"] or (None,) * fields["num_layers"]
+    size = next((window for window in windows if window is not None), None)
+    if family == "mistral":
+        return {"sliding_window": size}
+    first = next((i for i, window in enumerate(windows) if window is not None), len(windows))
+    return {
+        "sliding_window": size,
+        "use_sliding_window": size is not None,
+        "max_window_layers": first,  # read by versions that do not know layer_types
+        "layer_types": [_FULL if window is None else _SLIDING for window in windows],
+    }
 
 
 def _check_family(fields: Mapping[str, Any]) -> None:
@@ -203,15 +209,18 @@ def _check_family(fields: Mapping[str, Any]) -> None:
         "qk_norm": family == "qwen3",
         "qkv_bias": fields["qkv_bias"] if free_bias else family == "qwen2",
     }
+    sizes = set(fields["windows"])
+    if family == "llama" or (family == "mistral" and len(sizes) > 1) or len(sizes - {None}) > 1:
+        rules["windows"] = ()
     for name, wanted in rules.items():
         if fields[name] != wanted:
             raise ValueError(
                 f"{name}={fields[name]} must be {wanted} to be written, got model_type={family!r}. "
                 "Choose the model_type that has it."
             )
-    derived = fields["head_dim"] * fields["num_heads"] == fields["hidden_size"]
-    if family == "qwen2" and not derived:
+    if family == "llama" and fields["hidden_size"] % fields["num_heads"]:
         raise ValueError(
-            f"head_dim={fields['head_dim']} must be hidden_size / num_heads, got model_type='qwen2'. "
-            "Choose the model_type that has head_dim."
+            f"hidden_size={fields['hidden_size']} must be a multiple of num_heads to be written, got "
+            f"num_heads={fields['num_heads']} and model_type='llama', which Transformers refuses. "
+            "Choose another model_type."
         )

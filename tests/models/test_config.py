@@ -3,13 +3,10 @@
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from tests.models.tiny import BASE, LLAMA3, MODELS
+from tests.models.tiny import BASE, EVERY
 from usp.models import LlamaConfig, Rope
-from usp.models.rope import inverse_frequencies
 
 # As published with Llama 3.2 1B, in the older spelling.
 V4 = {
@@ -71,9 +68,9 @@ def test_older_key_of_the_rope_type_and_precedence() -> None:
     assert LlamaConfig.from_hf_dict(plain).rope_theta == 10000.0
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", EVERY)
 def test_write_then_read_is_the_same(name: str) -> None:
-    hf = AutoConfig.for_model(**{**BASE, **MODELS[name]})
+    hf = AutoConfig.for_model(**{**BASE, **EVERY[name]})
     cfg = LlamaConfig.from_hf_dict(hf.to_dict())
     written = cfg.to_hf_dict(dtype="bfloat16")
     assert LlamaConfig.from_hf_dict(written) == cfg
@@ -85,17 +82,6 @@ def test_write_then_read_is_the_same(name: str) -> None:
     assert AutoConfig.for_model(**written).rope_parameters == hf.rope_parameters
 
 
-@pytest.mark.parametrize(
-    "rope", [{"rope_type": "linear", "factor": 3.0, "rope_theta": 77.0}, LLAMA3, V4["rope_scaling"]]
-)
-def test_frequencies_equal_transformers(rope: dict[str, Any]) -> None:
-    hf = AutoConfig.for_model(**{**BASE, "head_dim": 64, "rope_parameters": {"rope_theta": 10000.0, **rope}})
-    cfg = LlamaConfig.from_hf_dict(hf.to_dict())
-    want, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](hf)
-    assert scale == 1.0
-    assert torch.equal(inverse_frequencies(cfg), want)  # same operations, same bits
-
-
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "other family": ({"model_type": "gemma2"}, "model_type='gemma2'"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
@@ -105,8 +91,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "soft cap": ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
     "interleaved rope": ({"rope_interleaved": True}, "rope_interleaved"),
     "partial rope": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
-    "yarn": ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn'"),
-    "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type='dynamic'"),
+    "unknown rope": ({"rope_scaling": {"rope_type": "proportional", "factor": 4.0}}, "'proportional'"),
+    "rope that is no object": ({"rope_scaling": [4.0]}, "rope_parameters=[4.0] must be an object"),
+    "factor as text": ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor='2' must be a number"),
+    "factor below zero": ({"rope_scaling": {"type": "linear", "factor": -2}}, "factor=-2 must be a positive"),
+    "lists of another length": (
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 32, "long_factor": [1.0] * 31}},
+        "long_factor must hold head_dim / 2 numbers, got 31",
+    ),
+    "list of texts": (
+        {"rope_scaling": {"type": "longrope", "short_factor": ["1"] * 32, "long_factor": [1.0] * 32}},
+        "must be a list of numbers",
+    ),
     "rope per layer type": ({"rope_scaling": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
     "unknown rope key": ({"rope_scaling": {"type": "linear", "factor": 2.0, "mscale": 2.0}}, "mscale=2.0"),
     "no factor": ({"rope_scaling": {"rope_type": "linear"}}, "rope_parameters.factor is missing"),
@@ -121,16 +117,27 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         },
         "original_max_position_embeddings is missing",
     ),
-    "mistral's window": ({"model_type": "mistral", "sliding_window": 512}, "sliding_window=512"),
-    "mistral's default window": ({"model_type": "mistral"}, "sliding_window=4096"),
-    "qwen2's window": (
-        {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 4, "sliding_window": 99},
-        "sliding_window=99",
+    "window of nothing": ({"model_type": "mistral", "sliding_window": 0}, "sliding_window=0"),
+    "mistral's layers differ": (
+        {"model_type": "mistral", "layer_types": ["full_attention", "sliding_attention"] * 8},
+        "layer_types must agree with sliding_window=4096 for mistral",
     ),
-    "qwen3's layer types": (
+    "other kinds of layers": (
+        {"model_type": "qwen3", "layer_types": ["chunked_attention"] * 16},
+        "layer_types='chunked_attention'",
+    ),
+    "sliding layers without a window": (
         {"model_type": "qwen3", "layer_types": ["sliding_attention"] * 16},
-        "sliding_attention",
+        "no sliding_window applies",
     ),
+    "too few layer types": (
+        {"model_type": "qwen3", "layer_types": ["full_attention"]},
+        "one type for each of the 16 layers",
+    ),
+    "eps as text": ({"rms_norm_eps": "1e-5"}, "rms_norm_eps='1e-5' must be a number"),
+    "tie as text": ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes' must be true or false"),
+    "a size beyond reason": ({"num_hidden_layers": 10**12}, "num_layers=1000000000000 must be a positive"),
+    "layers beyond reason": ({"num_hidden_layers": 10**8}, "num_layers=100000000 must be at most"),
     "kv heads": ({"num_key_value_heads": 7}, "num_kv_heads=7"),
     "odd head_dim": ({"head_dim": 63}, "head_dim=63"),
     "no layers": ({"num_hidden_layers": None}, "num_hidden_layers is missing"),
@@ -147,10 +154,12 @@ def test_refused_by_name(case: str) -> None:
 
 
 def test_all_problems_in_one_error() -> None:
-    with pytest.raises(ValueError, match=r"vocab_size is missing.*hidden_act='gelu'.*rope_type='yarn'"):
+    with pytest.raises(ValueError, match=r"vocab_size is missing.*hidden_act='gelu'.*rope_type='axial'"):
         LlamaConfig.from_hf_dict(
-            {**V4, "vocab_size": None, "hidden_act": "gelu", "rope_scaling": {"rope_type": "yarn"}}
+            {**V4, "vocab_size": None, "hidden_act": "gelu", "rope_scaling": {"rope_type": "axial"}}
         )
+    with pytest.raises(ValueError, match=r"hidden_act='gelu'.*num_kv_heads=7.*head_dim=63"):
+        LlamaConfig.from_hf_dict({**V4, "hidden_act": "gelu", "num_key_value_heads": 7, "head_dim": 63})
 
 
 def test_harmless_values_are_accepted() -> None:
@@ -174,3 +183,51 @@ def test_a_family_that_cannot_say_it_is_refused() -> None:
         cfg.to_hf_dict()
     with pytest.raises(ValueError, match="nonsense"):
         LlamaConfig.from_dict({**cfg.to_dict(), "nonsense": 1})
+
+
+QWEN = {**V4, "model_type": "qwen2", "num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 9}
+
+
+def test_windows_of_layers() -> None:
+    def windows(config: dict[str, Any]) -> tuple[int | None, ...]:
+        cfg = LlamaConfig.from_hf_dict(config)
+        assert LlamaConfig.from_hf_dict(cfg.to_hf_dict()) == cfg
+        return tuple(cfg.window_of(layer) for layer in range(cfg.num_layers))
+
+    mistral = {**V4, "model_type": "mistral"}
+    assert windows(mistral) == (4096,) * 16  # an absent key is not the same as null
+    assert windows({**mistral, "sliding_window": None}) == (None,) * 16
+    assert windows({**mistral, "sliding_window": 5, "layer_types": ["sliding_attention"] * 16}) == (5,) * 16
+    assert windows({**QWEN, "max_window_layers": 1}) == (None, 9, 9, 9)
+    assert windows(QWEN) == (None,) * 4  # max_window_layers is 28 where it is absent
+    assert windows({**QWEN, "use_sliding_window": False, "max_window_layers": 0}) == (None,) * 4
+    types = ["sliding_attention", "full_attention"] * 2
+    assert windows({**QWEN, "model_type": "qwen3", "layer_types": types}) == (9, None, 9, None)
+
+
+def test_windows_are_checked_and_only_a_family_that_has_them_writes_them() -> None:
+    fields = {**LlamaConfig.from_hf_dict(QWEN).to_dict(), "windows": [3, None, 3, None]}
+    cfg = LlamaConfig.from_dict(fields)
+    assert cfg.to_hf_dict()["layer_types"][:2] == ["sliding_attention", "full_attention"]
+    assert LlamaConfig.from_dict({**fields, "windows": [None] * 4}).windows == ()
+    for windows in ([3], [3, None, 0, 3], [3, None, 3, True]):
+        with pytest.raises(ValueError, match="windows must"):
+            LlamaConfig.from_dict({**fields, "windows": windows})
+    for changes in ({"windows": [3, 4, 3, 4]}, {"model_type": "llama", "qkv_bias": False}):
+        with pytest.raises(ValueError, match=r"windows=.* must be \(\) to be written"):
+            LlamaConfig.from_dict({**fields, **changes}).to_hf_dict()
+
+
+def test_length_before_an_extension() -> None:
+    """Beside the rotary parameters it wins; where it is absent yarn takes max_position_embeddings."""
+    yarn = {**V4, "rope_scaling": {"type": "yarn", "factor": 4.0}}
+    assert LlamaConfig.from_hf_dict(yarn).rope.original_max_position == 131072
+    inside = {**V4, "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}}
+    assert LlamaConfig.from_hf_dict(inside).rope.original_max_position == 100
+    beside = {**inside, "original_max_position_embeddings": 50}
+    assert LlamaConfig.from_hf_dict(beside).rope.original_max_position == 50
+    for config in (yarn, inside, beside):
+        hf = AutoConfig.for_model(**config)
+        hf.standardize_rope_params()  # as the model does when it is built
+        ours = LlamaConfig.from_hf_dict(config).rope.original_max_position
+        assert hf.rope_parameters["original_max_position_embeddings"] == ours
