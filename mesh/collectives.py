@@ -69,6 +69,32 @@ def all_reduce(x: Tensor, group: str) -> Tensor:
     return total
 
 
+def start_shift(x: Tensor, group: str, index: int, parts: int) -> Tensor:
+    """Send a flat x to the next rank of the group and take that of the rank before; `wait` for it."""
+    sent, received = [0] * parts, [0] * parts
+    sent[(index + 1) % parts] = received[(index - 1) % parts] = x.numel()
+    started: Tensor = _ops.all_to_all_single(_bits(x), received, sent, group)
+    return started.view(x.dtype)
+
+
+def start_all_gather(x: Tensor, group: str, parts: int) -> Tensor:
+    """All ranks' flat x, equally long, one after the other; `wait` for it."""
+    started: Tensor = _ops.all_gather_into_tensor(_bits(x), parts, group)
+    return started.view(x.dtype)
+
+
+def start_reduce_scatter(x: Tensor, group: str, parts: int) -> Tensor:
+    """Sum of x [parts, n] over the group, own row of it as [1, n]; `wait` for it."""
+    started: Tensor = _ops.reduce_scatter_tensor(x, "sum", parts, group)
+    return started
+
+
+def wait(started: Tensor) -> Tensor:
+    """What a `start_...` began, complete: later work on the device may use it. The host does not wait."""
+    done: Tensor = _ops.wait_tensor(started)
+    return done
+
+
 def sum_dtype(dtype: torch.dtype, wanted: torch.dtype | None = None) -> torch.dtype:
     """Type of a sum over ranks: for floating point `wanted` or at least float32, else integer."""
     if dtype.is_floating_point:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from usp.mesh.spec import P
+from usp.mesh.spec import Axes, P
 
 MATRICES = ("embed", "lm_head", "wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")
 VECTORS = (
@@ -44,21 +44,18 @@ def weights(matrix: P, vector: P, **leaves: P) -> Mapping[str, P]:
     return MappingProxyType(both | leaves)
 
 
-SEQUENCE = ("ring", "ulysses")
+def by_head(out: Axes | str, into: Axes | str) -> dict[str, P]:
+    """Attention weights cut by head: wq, wk, wv and their biases on the way out, wo on the way in."""
+    made = {name: P(out, None) for name in ("wq", "wk", "wv")} | {name: P(out) for name in ("bq", "bk", "bv")}
+    return {**made, "wo": P(None, into)}
+
+
 EVERYWHERE = ("dp", "ring", "ulysses")
+SEQUENCE = ("ring", "ulysses")
+ZERO3 = weights(P(EVERYWHERE, None), P(EVERYWHERE))
+WHOLE = weights(P(None, None), P(None))
 
-_ULYSSES = Table(
-    name="ulysses",
-    tokens=P("dp", SEQUENCE),
-    residual=P("dp", SEQUENCE, None),
-    attn_x=P("dp", SEQUENCE, None),
-    q=P("dp", "ring", "ulysses", None),
-    kv=P("dp", "ring", "ulysses", None),
-    mlp_x=P("dp", SEQUENCE, None),
-    rest=weights(P(EVERYWHERE, None), P(EVERYWHERE)),
-    use=weights(P(None, None), P(None)),
-)
-
+# One device's work, repeated: nothing is cut but the rows of the batch.
 _REPLICATED = Table(
     name="replicated",
     tokens=P("dp", None),
@@ -67,8 +64,59 @@ _REPLICATED = Table(
     q=P("dp", None, None, None),
     kv=P("dp", None, None, None),
     mlp_x=P("dp", None, None),
-    rest=weights(P(None, None), P(None)),
-    use=weights(P(None, None), P(None)),
+    rest=WHOLE,
+    use=WHOLE,
 )
 
-TABLES: Mapping[str, Table] = MappingProxyType({t.name: t for t in (_ULYSSES, _REPLICATED)})
+# The sequence is cut; attention trades that cut for one over heads (arXiv 2309.14509).
+_ULYSSES = Table(
+    name="ulysses",
+    tokens=P("dp", "ulysses"),
+    residual=P("dp", "ulysses", None),
+    attn_x=P("dp", "ulysses", None),
+    q=P("dp", None, "ulysses", None),
+    kv=P("dp", None, "ulysses", None),
+    mlp_x=P("dp", "ulysses", None),
+    rest=ZERO3,
+    use=WHOLE,
+)
+
+# The sequence stays cut in attention too: keys and values travel (arXiv 2310.01889).
+_RING = Table(
+    name="ring",
+    tokens=P("dp", "ring"),
+    residual=P("dp", "ring", None),
+    attn_x=P("dp", "ring", None),
+    q=P("dp", "ring", None, None),
+    kv=P("dp", "ring", None, None),
+    mlp_x=P("dp", "ring", None),
+    rest=ZERO3,
+    use=WHOLE,
+)
+
+# Both: heads over the inner axis, a ring over the outer (arXiv 2405.07719).
+_USP = Table(
+    name="usp",
+    tokens=P("dp", SEQUENCE),
+    residual=P("dp", SEQUENCE, None),
+    attn_x=P("dp", SEQUENCE, None),
+    q=P("dp", "ring", "ulysses", None),
+    kv=P("dp", "ring", "ulysses", None),
+    mlp_x=P("dp", SEQUENCE, None),
+    rest=ZERO3,
+    use=WHOLE,
+)
+
+# As usp, but attention's weights stay cut by head and its input is gathered instead
+# (github.com/feifeibear/Odysseus-Transformer).
+_ODYSSEUS = replace(
+    _USP,
+    name="odysseus",
+    attn_x=P("dp", "ring", None),
+    rest=MappingProxyType(ZERO3 | by_head(("ulysses", "dp", "ring"), ("ulysses", "dp", "ring"))),
+    use=MappingProxyType(WHOLE | by_head("ulysses", "ulysses")),
+)
+
+TABLES: Mapping[str, Table] = MappingProxyType(
+    {t.name: t for t in (_ULYSSES, _RING, _USP, _ODYSSEUS, _REPLICATED)}
+)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from math import prod
-
 from usp.heads import trading_axis
 from usp.mesh import P, Table, axis_sizes
 from usp.models.config import LlamaConfig
 from usp.models.params import Mesh, abstract, named_leaves, spec_of
+from usp.order import ring_axes
 
 # Parameters that act on whole rows, on each token alike: in use they must be whole on every rank.
 _WHOLE = ("embed", "lm_head", "norm", "norm_attn", "norm_mlp", "q_norm", "k_norm", "bo", "b_down")
@@ -37,7 +36,7 @@ def check_layout(cfg: LlamaConfig, *, mesh: Mesh, table: Table, seq_len: int | N
     """
     sizes = axis_sizes(mesh)
     problems = _table_problems(cfg, table, sizes) or _chain_problems(table, sizes)
-    problems += _head_problems(cfg, table, sizes)
+    problems += [] if problems else _ring_problems(table, sizes)
     if seq_len is not None and seq_len < 1:
         problems.append(f"seq_len={seq_len} must be at least 1. Give at least one token")
     if problems:
@@ -100,23 +99,17 @@ def _chain_problems(table: Table, sizes: dict[str, int]) -> list[str]:
     return [problem.rstrip(".") for problem in problems]
 
 
-def _head_problems(cfg: LlamaConfig, table: Table, sizes: dict[str, int]) -> list[str]:
-    def ways(axes: tuple[str, ...]) -> int:
-        return prod(sizes.get(axis, 1) for axis in axes)
-
+def _ring_problems(table: Table, sizes: dict[str, int]) -> list[str]:
+    """A ring needs its axis outermost on the sequence everywhere, as the order of the tokens follows it."""
+    ring = ring_axes(table, sizes)
+    if not ring:
+        return []
     problems = []
-    for name, heads in (("wq", cfg.num_heads), ("wk", cfg.num_kv_heads)):
-        num_ways = ways(table.use[name][0])
-        if heads % num_ways:
-            what = "num_heads" if name == "wq" else "num_kv_heads"
-            problems.append(f"{what}={heads} must be a multiple of the {num_ways} parts of use[{name!r}]")
-    if ways(table.q[1]) > 1:
-        problems.append(
-            f"q={table.q} leaves the sequence sharded: ring attention is not there yet. Set ring=1"
-        )
-    num_ways = ways(table.q[2])
-    if cfg.num_heads < num_ways:
-        problems.append(
-            f"num_heads={cfg.num_heads} must be at least the {num_ways} ranks that share them. Lower ulysses"
-        )
+    if len(ring) > 1:
+        problems.append(f"q={table.q} must leave one axis larger than 1 on the sequence, got {ring}")
+    for name in ("tokens", "residual", "attn_x", "mlp_x"):
+        spec: P = getattr(table, name)
+        real = tuple(a for a in spec[1] if sizes[a] > 1)
+        if real[: len(ring)] != ring:
+            problems.append(f"{name}={spec} must shard S over {ring} outermost, as q={table.q} does")
     return problems

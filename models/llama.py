@@ -14,9 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from usp import Shard, attention, heads_to_seq, linear_cross_entropy, scan, seq_to_heads
+from usp.heads import with_equal_groups
 from usp.mesh import P, Table, axis_sizes, redistribute
 from usp.models.config import LlamaConfig
 from usp.models.layout import check_layout, linear_out
+from usp.models.own_heads import own_heads, use_spec
 from usp.models.params import Block, Leaf, Mesh, Params, abstract, spec_of
 from usp.models.rope import rope, rope_cos_sin
 
@@ -36,10 +38,15 @@ def use_leaf(value: Tensor, name: str, leaf: Leaf, table: Table, mesh: Mesh) -> 
     return redistribute(value, rest, use, mesh, shape=leaf.shape)
 
 
-def in_use(layer: Block, leaves: Block, table: Table, mesh: Mesh) -> Block:
+def in_use(layer: Block, cfg: LlamaConfig, table: Table, mesh: Mesh) -> Block:
     """All parameters of a layer from rest to use: what a scheduler would replace by one collective."""
-    pairs = zip(Block._fields, layer, leaves, strict=True)
-    return Block(*(None if v is None else use_leaf(v, name, leaf, table, mesh) for name, v, leaf in pairs))
+    moved = []
+    for name, value, leaf in zip(Block._fields, layer, abstract(cfg).layers[0], strict=True):
+        if value is not None:
+            rest = spec_of(table.rest, name, leaf, table=table.name)
+            value = redistribute(value, rest, use_spec(cfg, table, mesh, name), mesh, shape=leaf.shape)
+        moved.append(value)
+    return Block(*moved)
 
 
 def _project(x: Tensor, weight: Tensor, bias: Tensor | None, head_dim: int) -> Tensor:
@@ -60,6 +67,7 @@ def attention_part(
     shape: tuple[int, int, int],
 ) -> Tensor:
     """x at table.residual -> attention's contribution to it, same placement. 2 all-to-alls each way."""
+    w, deal = own_heads(w, cfg, table, mesh)
     x_BSD = rms_norm(x_BSD, w.norm_attn, eps=cfg.rms_eps)
     x_BSD = redistribute(x_BSD, table.residual, table.attn_x, mesh, shape=shape)  # residual -> attn_x
     q_BSNH = _project(x_BSD, w.wq, w.bq, cfg.head_dim)
@@ -69,9 +77,11 @@ def attention_part(
         q_BSNH = rms_norm(q_BSNH, w.q_norm, eps=cfg.rms_eps)
         k_BSKH = rms_norm(k_BSKH, w.k_norm, eps=cfg.rms_eps)
     q_BSNH, k_BSKH = rope(q_BSNH, cos, sin), rope(k_BSKH, cos, sin)
+    if deal is not None:
+        k_BSKH, v_BSKH = with_equal_groups(k_BSKH, v_BSKH, deal, cfg.num_heads // cfg.num_kv_heads)
     # [B, S@ulysses, N, H] -> [B, S, N@ulysses, H]: 1 all-to-all for q, k and v
     q_BSNH, k_BSKH, v_BSKH = seq_to_heads(q_BSNH, k_BSKH, v_BSKH, mesh=mesh, table=table, seq_len=shape[1])
-    o_BSNH = attention(q_BSNH, k_BSKH, v_BSKH, cu_seqlens=cu_seqlens, causal=True)
+    o_BSNH = attention(q_BSNH, k_BSKH, v_BSKH, table=table, mesh=mesh, cu_seqlens=cu_seqlens)
     # [B, S, N@ulysses, H] -> [B, S@ulysses, N, H]: 1 all-to-all
     o_BSNH = heads_to_seq(o_BSNH, num_heads=cfg.num_heads, mesh=mesh, table=table, seq_len=shape[1])
     y_BSD = F.linear(o_BSNH.flatten(-2), w.wo)
@@ -106,7 +116,7 @@ def block(
     shape: tuple[int, int, int],
 ) -> Tensor:
     """One decoder layer on x at table.residual; `layer` at rest, `shape` the global [B, S, D]."""
-    w = in_use(layer, abstract(cfg).layers[0], table, mesh)
+    w = in_use(layer, cfg, table, mesh)
     x_BSD = x_BSD + attention_part(
         x_BSD, w, cos, sin, cu_seqlens, cfg=cfg, table=table, mesh=mesh, shape=shape
     )

@@ -1,17 +1,27 @@
-"""Attention on local heads over the whole sequence."""
+"""Attention on local shards in the table's placement: whole sequences, or a ring where the table leaves one."""
 
 from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor
 
-from usp.kernels import KERNELS, Kernel, Mask
+from usp import kernels, ring
+from usp.kernels import Kernel
+from usp.mesh import MeshLike, Table, coordinates
+from usp.mesh.devices import group_name
+from usp.order import ring_axes, ring_degree, unit
+from usp.reference import reference
+from usp.ring import Ring
+from usp.spans import Mask, features
 
-_TILE = 512  # queries per tile of the reference, so that no S x S tensor exists
+if TYPE_CHECKING:
+    from usp.kept import Kept
+
+RINGS = ("auto", "p2p", "gather")
 
 
 def attention(
@@ -19,30 +29,126 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
+    table: Table | None = None,
+    mesh: MeshLike | None = None,
     cu_seqlens: Tensor | None = None,
     causal: bool = True,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
     scale: float | None = None,
     kernel: str = "auto",
+    exchange: Literal["auto", "p2p", "gather"] = "auto",
+    kept: Kept | None = None,
 ) -> Tensor:
-    """softmax(scale * q k^T) v within documents, on this rank's heads. Does not communicate.
+    """softmax(scale * q k^T) v within documents, on this rank's heads and its part of the sequence.
 
-    q [B, S, N, H], k and v [B, S, K, H], N a multiple of K; result like q. `cu_seqlens`, on the CPU, are
-    document boundaries over the B rows of S laid end to end, every end of a row among them; None: one
-    document a row. `scale` is 1 / sqrt(H) unless given. `kernel`: "cudnn", "flash", "cpu", "reference" (plain
-    torch, any device and dtype, any order of derivative, forward mode too), or "auto": the first that takes
-    the input. Kernels but the reference give first derivatives in reverse mode only. Raises ValueError for
-    shapes or boundaries that do not fit or a kernel that cannot take the input.
+    q [B, S, N, H], k [B, S, K, H], v [B, S, K, Hv], N a multiple of K; result [B, S, N, Hv]. Without `table`
+    and `mesh` S is whole. With them q is placed by `table.q`: where that leaves the sequence sharded, this is
+    a ring over those axes, S being the two pieces that `shard_batch` dealt to this rank (`usp.order`).
+
+    `cu_seqlens`, int32 on the CPU, are document boundaries over the B rows of whole sequences laid end to
+    end, every end of a row among them; None: one document a row. `window`: a query sees keys less than that
+    many positions away, itself included, on both sides unless causal. `sinks` [N]: one more score for each
+    head that has no value. `softcap`: scores become softcap * tanh(score / softcap). `scale`: 1 / sqrt(H)
+    unless given.
+
+    `kernel`: a name of `usp.kernels.KERNELS`, "reference" (plain torch, any order of derivative, forward mode
+    too) or "auto", the first that takes the input. Kernels but the reference give first derivatives in
+    reverse mode only. `exchange`: how a ring over one axis gets at the keys: "p2p" sends them around it,
+    behind the computation, "gather" fetches all at once; "auto" gathers where that needs no more room than q
+    and o (degree * K <= N). `kept`: see `usp.scan`.
+
+    Communicates nothing without a ring; with "p2p" k and v degree - 1 times each way and their gradients
+    degree times in float32; with "gather" 1 all-gather each way and 1 reduce-scatter. Raises ValueError for
+    shapes, boundaries or options that do not fit, before any communication.
     """
     _check_shapes(q, k, v)
-    rows, length = q.shape[:2]
+    if exchange not in RINGS:
+        raise ValueError(f"exchange={exchange!r} must be one of {', '.join(RINGS)}. Choose one of them.")
+    place = _ring_of(q, k, table, mesh, exchange)
+    mask = _mask_of(q, cu_seqlens, place.degree, causal, window, softcap, scale)
+    if sinks is not None and sinks.shape != q.shape[2:3]:
+        raise ValueError(
+            f"sinks={tuple(sinks.shape)} must hold one score per head of this rank, got q={tuple(q.shape)}. "
+            f"Pass [N], cut as the heads are."
+        )
+    if kernel == "reference":
+        return reference(q, k, v, sinks, mask, table=table, mesh=mesh)
+    chosen = kernels.choose(
+        kernel, device=q.device, dtype=q.dtype, size=q.shape[3], v_size=v.shape[3], features=features(mask)
+    )
+    return cast(Tensor, _Attention.apply(q, k, v, sinks, mask, place, chosen, kept)[0])  # type: ignore[no-untyped-call]
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    fits = (
+        q.dim() == 4
+        and k.shape[:3] == v.shape[:3]
+        and q.shape[:2] == k.shape[:2]
+        and q.shape[3] == k.shape[3]
+    )
+    if not fits or v.dim() != 4 or (k.shape[2] < 1 and q.shape[2]) or q.shape[2] % max(k.shape[2], 1):
+        raise ValueError(
+            f"k={tuple(k.shape)}, v={tuple(v.shape)} must be [B, S, K, H] with N a multiple of K, got "
+            f"q={tuple(q.shape)} as [B, S, N, H]. Move them with seq_to_heads first."
+        )
+
+
+def _ring_of(q: Tensor, k: Tensor, table: Table | None, mesh: MeshLike | None, exchange: str) -> Ring:
+    if (table is None) != (mesh is None):
+        raise ValueError("table and mesh must be given together, got one of them. Pass both or neither.")
+    axes = () if table is None or mesh is None else ring_axes(table, mesh)
+    if not axes:
+        if exchange != "auto":
+            raise ValueError(
+                f"exchange={exchange!r} must go with a table that leaves attention's sequence sharded, got a "
+                f"whole sequence. Leave it out, or choose another table."
+            )
+        return Ring()
+    assert table is not None
+    assert mesh is not None
+    if len(axes) > 1:
+        raise ValueError(
+            f"table={table.name!r} must leave one axis larger than 1 on attention's sequence, got {axes}. "
+            f"Give one of them size 1, or move it to the heads."
+        )
+    degree = ring_degree(table, mesh)
+    if q.shape[1] % 2:
+        raise ValueError(
+            f"S={q.shape[1]} on one rank must be even for a ring, got ring degree={degree}. "
+            f"Let shard_batch pad the sequence to a multiple of {unit(degree)}."
+        )
+    gather = exchange == "gather" or (exchange == "auto" and ring.gather_pays(q.shape[2], k.shape[2], degree))
+    return Ring(group_name(mesh, axes[0]), degree, coordinates(mesh)[axes[0]], gather)
+
+
+def _mask_of(
+    q: Tensor,
+    cu_seqlens: Tensor | None,
+    degree: int,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+    scale: float | None,
+) -> Mask:
+    rows, length = q.shape[0], q.shape[1] * degree
+    for name, value in (("window", window), ("softcap", softcap)):
+        if value is not None and not value > 0:
+            raise ValueError(f"{name}={value} must be above 0. Leave it out for none.")
     edges = tuple(range(0, rows * length + 1, length))
     if cu_seqlens is not None:
         edges = _boundaries(cu_seqlens, edges)
-    mask = Mask(edges, causal, 1 / math.sqrt(q.shape[3]) if scale is None else scale)
-    chosen = _choose(kernel, q, packed=len(edges) != rows + 1)
-    if chosen is None:
-        return _reference(q, k, v, mask)
-    return cast(Tensor, _Attention.apply(q, k, v, mask, chosen)[0])  # type: ignore[no-untyped-call]
+    return Mask(
+        edges=edges,
+        num_rows=rows,
+        seq_len=length,
+        causal=causal,
+        window=None if window is None or window >= length else window,
+        scale=1 / math.sqrt(q.shape[3]) if scale is None else scale,
+        softcap=softcap or 0.0,
+        ring=degree,
+    )
 
 
 def _boundaries(cu_seqlens: Tensor, row_edges: tuple[int, ...]) -> tuple[int, ...]:
@@ -62,83 +168,57 @@ def _boundaries(cu_seqlens: Tensor, row_edges: tuple[int, ...]) -> tuple[int, ..
     return edges
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    fits = q.dim() == 4 and k.shape == v.shape and q.shape[:2] == k.shape[:2] and q.shape[3] == k.shape[3]
-    if not fits or k.shape[2] < 1 or q.shape[2] % k.shape[2]:
-        raise ValueError(
-            f"k={tuple(k.shape)}, v={tuple(v.shape)} must be [B, S, K, H] with N a multiple of K, got "
-            f"q={tuple(q.shape)} as [B, S, N, H]. Move them with seq_to_heads first."
-        )
-
-
-def _choose(name: str, q: Tensor, *, packed: bool) -> Kernel | None:
-    """The kernel, or None for the reference."""
-    able = [
-        k
-        for k in KERNELS.values()
-        if q.device.type in k.devices and q.dtype in k.dtypes and (k.packed or not packed)
-    ]
-    if name == "reference" or (name == "auto" and not able):
-        return None
-    if name == "auto":
-        return able[0]
-    for kernel in able:
-        if kernel.name == name:
-            return kernel
-    what = f"{q.device.type} {q.dtype}" + (" with packed documents" if packed else "")
-    choices = ", ".join([*(k.name for k in able), "reference", "auto"])
-    raise ValueError(f"kernel={name!r} must take {what}, and does not. Use one of: {choices}.")
-
-
-def _reference(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-    """Plain torch, one document and one tile of queries at a time, in at least float32."""
-    group = q.shape[2] // k.shape[2]
-    wide = torch.promote_types(q.dtype, torch.float32)
-    flat = [t.flatten(0, 1).to(wide) for t in (q, k, v)]
-    outs = []
-    for start, stop in pairwise(mask.edges):
-        qd, kd, vd = (t[start:stop] for t in flat)
-        kd, vd = (t.repeat_interleave(group, 1) for t in (kd, vd))
-        for first in range(0, stop - start, _TILE):
-            tile = qd[first : first + _TILE]
-            last = first + tile.shape[0] if mask.causal else stop - start
-            scores = torch.einsum("qnh,snh->nqs", tile, kd[:last]) * mask.scale
-            if mask.causal:
-                rows = torch.arange(first, first + tile.shape[0], device=q.device).unsqueeze(1)
-                hidden = torch.arange(last, device=q.device) > rows
-                scores = scores.masked_fill(hidden, -math.inf)
-            outs.append(torch.einsum("nqs,snh->qnh", scores.softmax(-1), vd[:last]))
-    return torch.cat(outs).view_as(q).to(q.dtype)
-
-
 class _Attention(torch.autograd.Function):
-    """A kernel with its explicit backward. Results: output, log-sum-exp and what else the kernel keeps."""
+    """A kernel's runs with their explicit backward. Results: output [B, S, N, Hv] and log-sum-exp [N, B * S]."""
 
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, kernel: Kernel) -> tuple[Tensor, ...]:
-        return kernel.forward(q, k, v, mask)
+    def forward(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        mask: Mask,
+        place: Ring,
+        kernel: Kernel,
+        kept: Kept | None,
+    ) -> tuple[Tensor, Tensor]:
+        if q.shape[2] == 0:  # a rank without heads, which still takes its part in what follows
+            return q.new_zeros(*q.shape[:3], v.shape[3]), q.new_zeros(0, q.shape[0] * q.shape[1])
+
+        def compute() -> tuple[Tensor, Tensor]:
+            o, lse = ring.forward(*(t.flatten(0, 1) for t in (q, k, v)), mask, place, kernel)
+            if sinks is not None:
+                o, lse = _with_sinks(o, lse, sinks)
+            return o.unflatten(0, q.shape[:2]), lse
+
+        if kept is None:
+            return compute()
+        o, lse = kept.get(compute)
+        return o.detach(), lse.detach()  # other tensors than the kept ones, which stay without a history
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        q, k, v, ctx.mask, ctx.kernel = inputs
-        ctx.mark_non_differentiable(*output[1:])
+        q, k, v, sinks, ctx.mask, ctx.place, ctx.kernel, _ = inputs
+        ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)  # no zeros for gradients of what only the backward reads
-        ctx.save_for_backward(q, k, v, *output)
+        ctx.save_for_backward(q, k, v, sinks, *output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        q, k, v, o, *kept = ctx.saved_tensors
-        kept = (*kept, *(None for _ in range(3 - len(kept))))
-        d_qkv = _AttentionBackward.apply(grads[0], q, k, v, o, *kept, ctx.mask, ctx.kernel)  # type: ignore[no-untyped-call]
-        return (*d_qkv, None, None)
+        q, k, v, sinks, o, lse = ctx.saved_tensors
+        args = (grads[0], q, k, v, sinks, o, lse, ctx.mask, ctx.place, ctx.kernel)
+        dq, dk, dv, *d_sinks = _AttentionBackward.apply(*args)  # type: ignore[no-untyped-call]
+        return dq, dk, dv, d_sinks[0] if d_sinks else None, None, None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
-        """Fold the mapped dimension into the batch. What the kernel keeps stays folded, for its backward."""
-        size, (mask, kernel) = info.batch_size, args[3:]
+        """Fold the mapped dimension into the batch."""
+        size, (sinks, mask, place, kernel, _) = info.batch_size, args[3:]
+        if in_dims[3] is not None:
+            raise NotImplementedError('vmap over sinks needs attention(..., kernel="reference").')
         q, k, v = (_leading(t, d, size).flatten(0, 1) for t, d in zip(args[:3], in_dims[:3], strict=True))
-        out = _Attention.apply(q, k, v, _repeated(mask, size), kernel)  # type: ignore[no-untyped-call]
-        return (out[0].unflatten(0, (size, -1)), *out[1:]), (0, *(None for _ in out[1:]))
+        out = _Attention.apply(q, k, v, sinks, mask.repeated(size), place, kernel, None)  # type: ignore[no-untyped-call]
+        return (out[0].unflatten(0, (size, -1)), out[1]), (0, None)
 
 
 class _AttentionBackward(torch.autograd.Function):
@@ -150,15 +230,29 @@ class _AttentionBackward(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        sinks: Tensor | None,
         o: Tensor,
         lse: Tensor,
-        state: Tensor | None,
-        more: Tensor | None,
         mask: Mask,
+        place: Ring,
         kernel: Kernel,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        kept = [t for t in (lse, state, more) if t is not None]
-        return kernel.backward(do, q, k, v, o, *kept, mask)
+    ) -> tuple[Tensor, ...]:
+        if q.shape[2] == 0:
+            return (
+                torch.zeros_like(q),
+                torch.zeros_like(k),
+                torch.zeros_like(v),
+                *([] if sinks is None else [torch.zeros_like(sinks)]),
+            )
+        flat = [t.flatten(0, 1) for t in (do, q, k, v, o)]
+        grads = ring.backward(*flat, lse, mask, place, kernel)
+        grads = tuple(g.view(t.shape) for g, t in zip(grads, (q, k, v), strict=True))
+        if sinks is None:
+            return grads
+        # a sink is a key whose value is zero: its gradient is minus its probability times do . o
+        probability = torch.exp(sinks.to(lse.dtype).unsqueeze(1) - lse)
+        dot = (flat[0].to(lse.dtype) * flat[4].to(lse.dtype)).sum(2).t()
+        return (*grads, -(probability * dot).sum(1).to(sinks.dtype))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -172,25 +266,29 @@ class _AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
-        size, kept, (mask, kernel) = info.batch_size, args[5:8], args[8:]
-        whole = [_leading(t, d, size) for t, d in zip(args[:5], in_dims[:5], strict=True)]
-        if in_dims[4] is not None:  # o was mapped: the forward was folded, and with it what the kernel kept
-            folded = [t.flatten(0, 1) for t in whole]
-            grads = _AttentionBackward.apply(*folded, *kept, _repeated(mask, size), kernel)  # type: ignore[no-untyped-call]
+        size, sinks, lse, (mask, place, kernel) = info.batch_size, args[4], args[6], args[7:]
+        whole = [_leading(args[i], in_dims[i], size) for i in (0, 1, 2, 3, 5)]
+        if in_dims[5] is not None and sinks is None:  # o was mapped: the forward was folded, and lse with it
+            do, q, k, v, o = (t.flatten(0, 1) for t in whole)
+            grads = _AttentionBackward.apply(do, q, k, v, None, o, lse, mask.repeated(size), place, kernel)  # type: ignore[no-untyped-call]
             return tuple(g.unflatten(0, (size, -1)) for g in grads), (0, 0, 0)
-        each = [
-            _AttentionBackward.apply(*(t[i] for t in whole), *kept, mask, kernel)  # type: ignore[no-untyped-call]
-            for i in range(size)
-        ]
-        return tuple(torch.stack(g) for g in zip(*each, strict=True)), (0, 0, 0)
+        if in_dims[5] is not None:
+            lse = lse.view(lse.shape[0], size, -1).unbind(1)
+        each = []
+        for i in range(size):
+            do, q, k, v, o = (t[i] for t in whole)
+            mine = lse if isinstance(lse, Tensor) else lse[i]
+            each.append(_AttentionBackward.apply(do, q, k, v, sinks, o, mine, mask, place, kernel))  # type: ignore[no-untyped-call]
+        return tuple(torch.stack(g) for g in zip(*each, strict=True)), (0,) * len(each[0])
+
+
+def _with_sinks(o: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """One more key for each head, with score `sinks` [N] and value zero."""
+    total = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(1))
+    share = torch.exp(lse - total).t().unsqueeze(2)
+    return (o * share).to(o.dtype), total
 
 
 def _leading(t: Tensor, dim: int | None, size: int) -> Tensor:
     """The mapped dimension of `t` in front; an unmapped tensor is repeated."""
     return t.expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
-
-
-def _repeated(mask: Mask, size: int) -> Mask:
-    """The mask of `size` copies of the batch laid end to end."""
-    total = mask.edges[-1]
-    return mask._replace(edges=(0, *(i * total + edge for i in range(size) for edge in mask.edges[1:])))

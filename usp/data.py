@@ -13,6 +13,7 @@ from torch import Tensor
 from usp.loss import IGNORE
 from usp.mesh import MeshLike, P, Table, axis_sizes, local_slices, redistribute
 from usp.mesh.devices import mesh_device
+from usp.order import ring_degree, unit, unzigzag, zigzag
 
 
 class Batch(NamedTuple):
@@ -31,6 +32,8 @@ class Batch(NamedTuple):
 
 class Shard(NamedTuple):
     """One rank's part of a batch, its rows cut over dp and its sequence as `table.tokens` says.
+
+    Where the table makes a ring, the sequence is in ring order (`usp.order`) before it is cut.
 
     tokens, positions [b, s] int64, positions counted from each document's start. labels [b, s] int64,
     shifted: the target of the token at the same place, -100 for none. cu_seqlens int32 on the CPU: boundaries
@@ -53,8 +56,8 @@ def shard_batch(
     """This rank's `Shard` of `batch`; every rank passes the same batch. Does not communicate.
 
     Labels are shifted inside each document before anything is cut, so no target is lost at a shard's end.
-    Rows are padded on the right to what the sequence axes divide; padding is a document of its own without
-    targets. Raises ValueError for shapes, boundaries or a batch size that do not fit.
+    Rows are padded on the right to a multiple of the ranks that share them, and of 2 * ring; padding is a
+    document of its own without targets. Raises ValueError for shapes, boundaries or a batch size that do not fit.
     """
     tokens, labels, bounds = _checked(batch)
     num_rows, seq_len = tokens.shape
@@ -65,7 +68,8 @@ def shard_batch(
             f"batch size={num_rows} must be a multiple of the ranks that share its rows, got "
             f"{table.tokens[0]}={num_dp}. Add rows, or lower dp."
         )
-    parts = math.prod(sizes[a] for a in table.tokens[1])
+    degree = ring_degree(table, mesh)
+    parts = math.lcm(math.prod(sizes[a] for a in table.tokens[1]), unit(degree))
     padded = -(-seq_len // parts) * parts
     shifted, positions = torch.full_like(tokens, IGNORE), torch.empty_like(tokens)
     for row, edges in enumerate(bounds):
@@ -79,6 +83,7 @@ def shard_batch(
     tokens = torch.cat([tokens, tokens.new_zeros(num_rows, extra)], 1)
     shifted = torch.cat([shifted, tokens.new_full((num_rows, extra), IGNORE)], 1)
     positions = torch.cat([positions, pad_positions], 1)
+    tokens, shifted, positions = (zigzag(t, degree, dim=1) for t in (tokens, shifted, positions))
     edges = [0]
     for i, row in enumerate(range(rows.start, rows.stop)):
         edges += [i * padded + edge for edge in bounds[row][1:]] + ([(i + 1) * padded] if extra else [])
@@ -95,7 +100,7 @@ def shard_batch(
 
 
 def unshard_batch(x: Tensor, shard: Shard, *, table: Table, mesh: MeshLike) -> Tensor:
-    """The global [B, S, ...] of a per-token x [b, s, ...] on every rank, padding removed: the cut undone.
+    """The global [B, S, ...] of a per-token x [b, s, ...] on every rank, padding removed: cut and order undone.
 
     Gathers over the axes that shard `table.tokens`, one all-gather each.
     """
@@ -103,7 +108,7 @@ def unshard_batch(x: Tensor, shard: Shard, *, table: Table, mesh: MeshLike) -> T
     num_rows, seq_len = shard.orig
     shape = (num_rows, shard.seq_len, *x.shape[2:])
     whole = redistribute(x, P(*table.tokens.dims, *trailing), P(None, None, *trailing), mesh, shape=shape)
-    return whole[:, :seq_len]
+    return unzigzag(whole, ring_degree(table, mesh), dim=1)[:, :seq_len]
 
 
 def _checked(batch: Batch) -> tuple[Tensor, Tensor, list[list[int]]]:

@@ -2,6 +2,7 @@
 
 Query heads are dealt in contiguous runs that differ by at most one head; every rank also receives the kv
 heads its query heads attend with, so a kv head needed by several ranks is replicated and its gradient summed.
+With more ranks than query heads the last ranks hold none, and still take part in every exchange.
 Source of the scheme: Jacobs et al., "DeepSpeed Ulysses" (arXiv 2309.14509).
 """
 
@@ -27,22 +28,18 @@ class Deal(NamedTuple):
 
 
 def deal_heads(num_heads: int, num_kv_heads: int, parts: int) -> tuple[Deal, ...]:
-    """Heads of each of `parts` ranks. Raises ValueError when one would get none or groups do not divide."""
+    """Heads of each of `parts` ranks. Raises ValueError when groups do not divide."""
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(
             f"num_heads={num_heads} must be a multiple of num_kv_heads, got num_kv_heads={num_kv_heads}. "
             f"Check the model configuration."
         )
-    if num_heads < parts:
-        raise ValueError(
-            f"num_heads={num_heads} must be at least the ulysses degree, got ulysses={parts}. "
-            f"Set ulysses={num_heads} or lower and use the other ranks for dp or ring."
-        )
     group = num_heads // num_kv_heads
     deals, start = [], 0
     for i in range(parts):
         stop = start + num_heads // parts + (i < num_heads % parts)
-        deals.append(Deal(start, stop, start // group, -(-stop // group)))
+        kv_start = start // group
+        deals.append(Deal(start, stop, kv_start, -(-stop // group) if stop > start else kv_start))
         start = stop
     return tuple(deals)
 
@@ -52,44 +49,56 @@ def seq_to_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Move q, k, v from where they are projected to where attention runs, together.
 
-    q [B, S, N, H], k and v [B, S, K, H], S and heads as `table.attn_x` and the projection leave them; results
+    q [B, S, N, H], k [B, S, K, H] and v [B, S, K, Hv], S and heads as `table.attn_x` and the projection leave them; results
     as `table.q` and `table.kv`. k and v come back with K' heads so that query head i attends with kv head i
     // (N_local / K'). `seq_len` is the global S. Communicates 1 all-to-all each way over the axis that moves
     from the sequence to the heads; nothing when none does. Gradients of replicated kv heads are summed in at
-    least float32. Raises ValueError when the table asks for another move, shapes do not fit or a rank would
-    get no head.
+    least float32. Raises ValueError when the table asks for another move or shapes do not fit.
     """
     axis = trading_axis(table, mesh)
     if axis is None:
         return q, k, v
-    if k.shape != v.shape or (*q.shape[:2], q.shape[3]) != (*k.shape[:2], k.shape[3]):
+    if k.shape[:3] != v.shape[:3] or (*q.shape[:2], q.shape[3]) != (*k.shape[:2], k.shape[3]):
         raise ValueError(
             f"k={tuple(k.shape)}, v={tuple(v.shape)} must be [B, S, K, H], got q={tuple(q.shape)} as "
-            f"[B, S, N, H]. Pass all three with the same B, S and H."
+            f"[B, S, N, H]. Pass all three with the same B and S, k with the H of q."
         )
     num_heads, num_kv = q.shape[2], k.shape[2]
     deals = deal_heads(num_heads, num_kv, axis_sizes(mesh)[axis])
     dtype, wide = k.dtype, torch.promote_types(k.dtype, torch.float32)
     if any(a.kv_stop > b.kv_start for a, b in pairwise(deals)):
         k, v = k.to(wide), v.to(wide)  # so that the replicas' gradients are summed in it
+    unit = _common(k.shape[3], v.shape[3])  # heads of q, k and v travel as pieces of one size
+    each = (k.shape[3] // unit, k.shape[3] // unit, v.shape[3] // unit)
     pieces = []
     for d in deals:
         pieces.append(q[:, :, d.q_start : d.q_stop])
         pieces += [t[:, :, d.kv_start : d.kv_stop].to(dtype) for t in (k, v)]
     # [heads in sending order, B, S@axis, H] -> [own heads, B, S, H]: 1 all-to-all, one copy before, one after
-    packed = torch.cat([piece.movedim(2, 0) for piece in pieces])
-    per_rank = tuple(d.q_stop - d.q_start + 2 * (d.kv_stop - d.kv_start) for d in deals)
+    packed = torch.cat([_in_units(piece, unit).movedim(2, 0) for piece in pieces])
+    counts = [(d.q_stop - d.q_start, d.kv_stop - d.kv_start, d.kv_stop - d.kv_start) for d in deals]
+    sizes = [tuple(n * m for n, m in zip(count, each, strict=True)) for count in counts]
     own_seq = _seq_lengths(table, mesh, axis, seq_len)
+    per_rank = tuple(sum(size) for size in sizes)
     x = exchange(packed, mesh, axis, split_dim=0, split_sizes=per_rank, cat_dim=2, cat_sizes=own_seq)
-    mine = deals[coordinates(mesh)[axis]]
-    num_q, num_own_kv = mine.q_stop - mine.q_start, mine.kv_stop - mine.kv_start
-    q, k, v = (t.movedim(0, 2) for t in torch.split(x, [num_q, num_own_kv, num_own_kv]))
-    order = _local_groups(mine, num_heads // num_kv)
-    if order is not None:
-        # slices, not an index tensor: making one on a GPU would wait for it
-        k, v = (torch.cat([t[:, :, i : i + 1] for i in order], 2) for t in (k.to(wide), v.to(wide)))
-        k, v = k.to(dtype), v.to(dtype)
-    return q, k, v
+    me = coordinates(mesh)[axis]
+    parts = zip(torch.split(x, list(sizes[me])), counts[me], (k, k, v), strict=True)
+    q, k, v = (t.movedim(0, 2).reshape(*t.shape[1:3], n, like.shape[3]) for t, n, like in parts)
+    return q, *with_equal_groups(k, v, deals[me], num_heads // num_kv)
+
+
+def with_equal_groups(k: Tensor, v: Tensor, deal: Deal, group: int) -> tuple[Tensor, Tensor]:
+    """Received kv heads repeated where needed, so that all serve equally many of this rank's query heads.
+
+    k, v [B, S, K', H] hold the kv heads of `deal`; `group` query heads share one in the whole model.
+    """
+    order = _local_groups(deal, group)
+    if order is None:
+        return k, v
+    dtype, wide = k.dtype, torch.promote_types(k.dtype, torch.float32)
+    # slices, not an index tensor: making one on a GPU would wait for it
+    k, v = (torch.cat([t[:, :, i : i + 1] for i in order], 2) for t in (k.to(wide), v.to(wide)))
+    return k.to(dtype), v.to(dtype)
 
 
 def heads_to_seq(o: Tensor, *, num_heads: int, mesh: MeshLike, table: Table, seq_len: int) -> Tensor:
@@ -144,8 +153,21 @@ def _seq_lengths(table: Table, mesh: MeshLike, axis: str, seq_len: int) -> tuple
 
 def _local_groups(deal: Deal, group: int) -> list[int] | None:
     """Received kv head of each slot so that all serve equally many query heads; None if as received."""
+    if deal.q_start == deal.q_stop:
+        return None
     used = [head // group - deal.kv_start for head in range(deal.q_start, deal.q_stop)]
     runs = [used.count(kv) for kv in range(deal.kv_stop - deal.kv_start)]
-    # the greatest common divisor; torch.compile does not take math.gcd
     size = next(n for n in range(min(runs), 0, -1) if all(run % n == 0 for run in runs))
     return None if all(run == size for run in runs) else used[::size]
+
+
+def _common(a: int, b: int) -> int:
+    """Greatest common divisor, in arithmetic that torch.compile takes."""
+    return next(n for n in range(min(a, b), 0, -1) if a % n == 0 and b % n == 0)
+
+
+def _in_units(t: Tensor, unit: int) -> Tensor:
+    """[B, S, N, H] -> [B, S, N * H / unit, unit]."""
+    if t.shape[3] == unit:
+        return t
+    return t.reshape(*t.shape[:2], t.shape[2] * (t.shape[3] // unit), unit)

@@ -69,7 +69,7 @@ def test_steps_and_bytes(name: str) -> None:
 
 def test_a_table_moves_with_one_all_to_all() -> None:
     """The move between two rows of a table compiles to what is needed and nothing else, on any mesh."""
-    table = TABLES["ulysses"]
+    table = TABLES["usp"]
     seq = P(*table.attn_x.dims, None)
     for dp, ring, ulysses in product((1, 2), (1, 2, 4), (2, 8)):
         mesh = {"dp": dp, "ring": ring, "ulysses": ulysses}

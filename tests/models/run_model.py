@@ -39,6 +39,7 @@ class Run(NamedTuple):
     """One parity run: degrees, table, key of the model, key of the batch, remat."""
 
     dp: int
+    ring: int
     ulysses: int
     table: str
     model: str
@@ -79,7 +80,7 @@ def on_rank(rank: int, world: int, folder: Path, runs: list[Run]) -> list[Result
     """All runs of one world size, so that starting ranks is paid once; gradients from rank 0 alone."""
     results = []
     for one in runs:
-        mesh = build_mesh(dp=one.dp, ulysses=one.ulysses)
+        mesh = build_mesh(dp=one.dp, ring=one.ring, ulysses=one.ulysses)
         cfg, params = from_hf(folder / one.model, table=SCHEMES[one.table], mesh=mesh, dtype=torch.float64)
         result = run(params, cfg, mesh, SCHEMES[one.table], one.case, one.remat)
         results.append(result if rank == 0 else Result(result.loss, {}, result.logits[:0]))

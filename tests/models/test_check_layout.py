@@ -1,7 +1,6 @@
 """Tables that cannot place a model are named before any work; no process group is needed."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -25,10 +24,10 @@ def using(**leaves: P) -> Table:
     return replace(ULYSSES, name="mine", use={**ULYSSES.use, **leaves})
 
 
-@pytest.mark.parametrize("name", ["ulysses", "replicated"])
-@pytest.mark.parametrize("ulysses", [1, 2, 3, 5, 6])
+@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("ulysses", [1, 2, 3, 5, 6, 8])  # 8: more ranks than heads, cases H48, H52
 def test_presets_place_every_head_count(name: str, ulysses: int) -> None:
-    check_layout(CFG, mesh={"dp": 2, "ring": 1, "ulysses": ulysses}, table=TABLES[name], seq_len=1)
+    check_layout(CFG, mesh={"dp": 2, "ring": 3, "ulysses": ulysses}, table=TABLES[name], seq_len=1)
 
 
 def test_a_scheme_of_ones_own_is_placed() -> None:
@@ -38,14 +37,18 @@ def test_a_scheme_of_ones_own_is_placed() -> None:
     check_layout(CFG, mesh=MESH, table=replace(using(**leaves), mlp_x=P("dp", None, None)))
 
 
-NO_RING: dict[str, Any] = {"dp": 1, "ring": 2, "ulysses": 1}
+BOTH = ("ring", "ulysses")
 REFUSED: dict[str, tuple[Table, dict[str, int], str]] = {
-    "too few heads": (
-        ULYSSES,
-        {"dp": 1, "ring": 1, "ulysses": 8},
-        "num_heads=6 must be at least the 8 ranks",
+    "ring of two axes": (
+        replace(TABLES["usp"], name="mine", q=P("dp", BOTH, None, None), kv=P("dp", BOTH, None, None)),
+        {"dp": 1, "ring": 2, "ulysses": 2},
+        "must leave one axis larger than 1 on the sequence",
     ),
-    "ring": (ULYSSES, NO_RING, "ring attention is not there yet"),
+    "ring inside": (
+        replace(TABLES["usp"], name="mine", residual=P("dp", ("ulysses", "ring"), None)),
+        {"dp": 1, "ring": 2, "ulysses": 2},
+        "must shard S over ('ring',) outermost",
+    ),
     "mlp cut twice": (
         using(w_gate=P("ulysses", None), w_up=P("ulysses", None), w_down=P(None, "ulysses")),
         MESH,
@@ -64,11 +67,6 @@ REFUSED: dict[str, tuple[Table, dict[str, int], str]] = {
     ),
     "uneven pair": (using(wk=P("ulysses", None)), MESH, "use['wv'] must shard its output as use['wk']"),
     "bias apart": (using(bq=P("ulysses")), MESH, "use['bq'] must shard its output as use['wq']"),
-    "split heads": (
-        using(wq=P("ulysses", None), bq=P("ulysses"), wo=P(None, "ulysses")),
-        MESH,
-        "num_heads=6 must be a multiple of the 4 parts",
-    ),
 }
 
 

@@ -91,18 +91,27 @@ def test_one_process(model: str, case: str, models: Path) -> None:
 # replicas of the same tokens (H8); a table of the user's own.
 RUNS = {
     2: [
-        Run(1, 2, "ulysses", "tied", "packed", "none"),
-        Run(1, 2, "ulysses", "biases", "whole rows", "full"),
-        Run(2, 1, "replicated", "untied", "packed", "full"),
-        Run(1, 2, "replicated", "tied", "packed", "full"),
-        Run(1, 2, "mine", "biases", "packed", "none"),
+        Run(1, 1, 2, "ulysses", "tied", "packed", "none"),
+        Run(1, 1, 2, "ulysses", "biases", "whole rows", "full"),
+        Run(1, 2, 1, "ring", "tied", "packed", "full"),
+        Run(1, 2, 1, "ring", "untied", "whole rows", "none"),
+        Run(1, 1, 2, "odysseus", "biases", "packed", "none"),
+        Run(2, 1, 1, "replicated", "untied", "packed", "full"),
+        Run(1, 1, 2, "replicated", "tied", "packed", "full"),
+        Run(1, 1, 2, "mine", "biases", "packed", "none"),
     ],
     4: [
-        Run(1, 4, "ulysses", "tied", "packed", "full"),
-        Run(1, 4, "ulysses", "untied", "whole rows", "none"),
-        Run(2, 2, "ulysses", "tied", "packed", "full"),
-        Run(2, 2, "ulysses", "qwen3", "packed", "none"),
-        Run(2, 2, "mine", "untied", "packed", "full"),
+        Run(1, 1, 4, "ulysses", "tied", "packed", "full"),
+        Run(1, 1, 4, "ulysses", "untied", "whole rows", "none"),
+        Run(2, 1, 2, "ulysses", "tied", "packed", "full"),
+        Run(1, 4, 1, "ring", "qwen3", "packed", "full"),
+        Run(1, 2, 2, "usp", "tied", "packed", "full"),
+        Run(1, 2, 2, "usp", "biases", "whole rows", "none"),
+        Run(2, 2, 1, "usp", "untied", "packed", "none"),
+        Run(1, 1, 4, "odysseus", "tied", "packed", "full"),
+        Run(1, 2, 2, "odysseus", "untied", "whole rows", "full"),
+        Run(2, 1, 2, "usp", "qwen3", "packed", "none"),
+        Run(2, 1, 2, "mine", "untied", "packed", "full"),
     ],
 }
 

@@ -1,6 +1,7 @@
 """`shard_batch` on several meshes against an account of the whole batch token by token, and its inverse."""
 
 from itertools import product
+from math import lcm, prod
 from typing import Any
 
 import pytest
@@ -69,17 +70,28 @@ def account(batch: Batch, padded: int) -> tuple[Tensor, Tensor, Tensor, list[lis
     return out[0], out[1], out[2], bounds
 
 
+def held_order(length: int, ring: int) -> Tensor:
+    """Natural positions in the order in which they are cut: the outermost two of 2 * ring chunks first."""
+    if ring == 1:
+        return torch.arange(length)
+    chunks = torch.arange(length).chunk(2 * ring)
+    return torch.cat([chunk for i in range(ring) for chunk in (chunks[i], chunks[-1 - i])])
+
+
 def check_shard(shard: Shard, batch: Batch, table: Table, mesh: Any) -> None:
     sizes = axis_sizes(mesh)
     rows, length = batch.tokens.shape
-    parts = sizes["ring"] * sizes["ulysses"] if table.tokens[1] else 1
+    parts = prod(sizes[axis] for axis in table.tokens[1])
+    ring = prod(sizes[axis] for axis in table.q[1])
+    parts = parts if ring == 1 else lcm(parts, 2 * ring)
     assert shard.seq_len == -(-length // parts) * parts  # no longer than the mesh needs (case P44)
     assert shard.orig == (rows, length)
     tokens, labels, positions, bounds = account(batch, shard.seq_len)
     at = local_slices(table.tokens, (rows, shard.seq_len), mesh)
-    assert torch.equal(shard.tokens, tokens[at])
-    assert torch.equal(shard.labels, labels[at])  # cases H1, D14: shifted before the cut
-    assert torch.equal(shard.positions, positions[at])  # cases H28, H30, P61
+    order = held_order(shard.seq_len, ring)
+    assert torch.equal(shard.tokens, tokens[:, order][at])
+    assert torch.equal(shard.labels, labels[:, order][at])  # cases H1, D14: shifted before the cut
+    assert torch.equal(shard.positions, positions[:, order][at])  # cases H28, H30, P61
     edges = [0]
     for i, row in enumerate(range(rows)[at[0]]):
         edges += [i * shard.seq_len + edge for edge in bounds[row]]
@@ -102,7 +114,7 @@ def every_batch(sizes: Sizes) -> list[list[Tensor]]:
         wide = torch.stack([shard.tokens, -shard.tokens], -1).double()
         back = unshard_batch(wide, shard, table=table, mesh=mesh)  # cases H37, H38, P44: padding gone
         assert torch.equal(back, torch.stack([batch.tokens, -batch.tokens], -1).double())
-        if table.name == "ulysses":
+        if table.name == "usp":
             cut.append([shard.tokens, shard.labels, shard.positions])
     return cut
 
@@ -113,9 +125,11 @@ def test_shards_put_together_are_the_batch(sizes: Sizes, ranks: Pool) -> None:
     by_rank = [r for r in ranks.run(every_batch, sizes) if r]
     dp, seq = sizes[0], sizes[1] * sizes[2]
     assert len(by_rank) == dp * seq
+    unit = seq if sizes[1] == 1 else lcm(seq, 2 * sizes[1])
     for i, batch in enumerate(BATCHES.values()):
-        length = -(-batch.tokens.shape[1] // seq) * seq
-        want = account(batch, length)[:3]
+        length = -(-batch.tokens.shape[1] // unit) * unit
+        order = held_order(length, sizes[1])  # case P42
+        want = [t[:, order] for t in account(batch, length)[:3]]
         for j in range(3):
             rows = [torch.cat([by_rank[d * seq + s][i][j] for s in range(seq)], 1) for d in range(dp)]
             assert torch.equal(torch.cat(rows), want[j]), (list(BATCHES)[i], j)

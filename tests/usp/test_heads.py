@@ -18,7 +18,7 @@ from usp import heads_to_seq, seq_to_heads
 from usp.heads import deal_heads
 from usp.mesh import TABLES, P, local_slices
 
-TABLE = TABLES["ulysses"]
+TABLE = TABLES["usp"]
 BY_SEQ, BY_HEAD = P("dp", ("ring", "ulysses"), None, None), P("dp", "ring", None, None)
 HEADS = ((9, 3), (3, 1), (5, 5), (7, 7), (8, 2), (6, 2), (10, 5))
 MESHES: tuple[Sizes, ...] = ((1, 1, 2), (1, 1, 3), (1, 1, 4), (1, 2, 2), (2, 1, 2))

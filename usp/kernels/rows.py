@@ -9,12 +9,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from usp.kernels.interface import PACKED, Segments
+from usp.kernels.interface import Segments
 
 
 def num_batch(segments: Segments) -> int | None:
     """How many segments, when they are of one length and can be run as a batch; else None."""
-    return None if PACKED in segments.features else len(segments.cu_q) - 1
+    for cu in (segments.cu_q, segments.cu_k):
+        if any(b - a != cu[1] - cu[0] for a, b in pairwise(cu)):
+            return None
+    return len(segments.cu_q) - 1
 
 
 def batched(t: Tensor, batch: int) -> Tensor:
