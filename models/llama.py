@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 from math import prod
+from typing import TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -15,12 +16,15 @@ from torch import Tensor
 
 from usp import Shard, attention, heads_to_seq, linear_cross_entropy, scan, seq_to_heads
 from usp.heads import with_equal_groups
+from usp.kept import Kept
 from usp.mesh import P, Table, axis_sizes, redistribute
 from usp.models.config import LlamaConfig
+from usp.models.gather import Options, in_use, layer_bundle
 from usp.models.layout import check_layout, linear_out
-from usp.models.own_heads import own_heads, use_spec
-from usp.models.params import Block, Leaf, Mesh, Params, abstract, spec_of
+from usp.models.own_heads import own_heads
+from usp.models.params import Block, Mesh, Params
 from usp.models.rope import rope, rope_cos_sin
+from usp.tiles import tiled
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
@@ -28,25 +32,6 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * wide.to(x.dtype)
-
-
-def use_leaf(value: Tensor, name: str, leaf: Leaf, table: Table, mesh: Mesh) -> Tensor:
-    """One parameter from rest to use; its gradient is reduced on the way back."""
-    rest = spec_of(table.rest, name, leaf, table=table.name)
-    use = spec_of(table.use, name, leaf, table=table.name)
-    # [out@rest, in] -> [out@use, in]: 1 all-gather, 1 reduce-scatter backward; none where both are equal
-    return redistribute(value, rest, use, mesh, shape=leaf.shape)
-
-
-def in_use(layer: Block, cfg: LlamaConfig, table: Table, mesh: Mesh) -> Block:
-    """All parameters of a layer from rest to use: what a scheduler would replace by one collective."""
-    moved = []
-    for name, value, leaf in zip(Block._fields, layer, abstract(cfg).layers[0], strict=True):
-        if value is not None:
-            rest = spec_of(table.rest, name, leaf, table=table.name)
-            value = redistribute(value, rest, use_spec(cfg, table, mesh, name), mesh, shape=leaf.shape)
-        moved.append(value)
-    return Block(*moved)
 
 
 def _project(x: Tensor, weight: Tensor, bias: Tensor | None, head_dim: int) -> Tensor:
@@ -65,6 +50,7 @@ def attention_part(
     table: Table,
     mesh: Mesh,
     shape: tuple[int, int, int],
+    kept: Kept | None = None,
 ) -> Tensor:
     """x at table.residual -> attention's contribution to it, same placement. 2 all-to-alls each way."""
     w, deal = own_heads(w, cfg, table, mesh)
@@ -81,7 +67,7 @@ def attention_part(
         k_BSKH, v_BSKH = with_equal_groups(k_BSKH, v_BSKH, deal, cfg.num_heads // cfg.num_kv_heads)
     # [B, S@ulysses, N, H] -> [B, S, N@ulysses, H]: 1 all-to-all for q, k and v
     q_BSNH, k_BSKH, v_BSKH = seq_to_heads(q_BSNH, k_BSKH, v_BSKH, mesh=mesh, table=table, seq_len=shape[1])
-    o_BSNH = attention(q_BSNH, k_BSKH, v_BSKH, table=table, mesh=mesh, cu_seqlens=cu_seqlens)
+    o_BSNH = attention(q_BSNH, k_BSKH, v_BSKH, table=table, mesh=mesh, cu_seqlens=cu_seqlens, kept=kept)
     # [B, S, N@ulysses, H] -> [B, S@ulysses, N, H]: 1 all-to-all
     o_BSNH = heads_to_seq(o_BSNH, num_heads=cfg.num_heads, mesh=mesh, table=table, seq_len=shape[1])
     y_BSD = F.linear(o_BSNH.flatten(-2), w.wo)
@@ -91,21 +77,34 @@ def attention_part(
 
 
 def mlp_part(
-    x_BSD: Tensor, w: Block, *, cfg: LlamaConfig, table: Table, mesh: Mesh, shape: tuple[int, int, int]
+    x_BSD: Tensor,
+    w: Block,
+    *,
+    cfg: LlamaConfig,
+    table: Table,
+    mesh: Mesh,
+    shape: tuple[int, int, int],
+    tile: int | None = None,
+    value: bool = True,
 ) -> Tensor:
     """x at table.residual -> the MLP's contribution to it, same placement."""
     x_BSD = rms_norm(x_BSD, w.norm_mlp, eps=cfg.rms_eps)
     x_BSD = redistribute(x_BSD, table.residual, table.mlp_x, mesh, shape=shape)  # residual -> mlp_x
-    h_BSF = F.silu(F.linear(x_BSD, w.w_gate, w.b_gate)) * F.linear(x_BSD, w.w_up, w.b_up)
-    y_BSD = F.linear(h_BSF, w.w_down)
+    weights = (w.w_gate, w.b_gate, w.w_up, w.b_up, w.w_down)
+    y_BSD = _mlp(x_BSD, weights) if tile is None else tiled(_mlp, x_BSD, weights, tile=tile, value=value)
     spec = linear_out(linear_out(table.mlp_x, table.use["w_gate"]), table.use["w_down"])
     y_BSD = redistribute(y_BSD, spec, table.residual, mesh, shape=shape)  # mlp_x -> residual
     return y_BSD if w.b_down is None else y_BSD + w.b_down
 
 
+def _mlp(x: Tensor, weights: tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor]) -> Tensor:
+    w_gate, b_gate, w_up, b_up, w_down = weights
+    return F.linear(F.silu(F.linear(x, w_gate, b_gate)) * F.linear(x, w_up, b_up), w_down)
+
+
 def block(
     x_BSD: Tensor,
-    layer: Block,
+    w: Block,
     cos: Tensor,
     sin: Tensor,
     cu_seqlens: Tensor | None,
@@ -114,80 +113,115 @@ def block(
     table: Table,
     mesh: Mesh,
     shape: tuple[int, int, int],
+    mlp_tile: int | None = None,
+    kept: Kept | None = None,
 ) -> Tensor:
-    """One decoder layer on x at table.residual; `layer` at rest, `shape` the global [B, S, D]."""
-    w = in_use(layer, cfg, table, mesh)
-    x_BSD = x_BSD + attention_part(
-        x_BSD, w, cos, sin, cu_seqlens, cfg=cfg, table=table, mesh=mesh, shape=shape
-    )
-    return x_BSD + mlp_part(x_BSD, w, cfg=cfg, table=table, mesh=mesh, shape=shape)
+    """One decoder layer on x at table.residual; `w` in use, `shape` the global [B, S, D].
+
+    `kept`: attention's results, recorded or read, see `usp.scan`. `mlp_tile`: tokens of one tile of the MLP.
+    """
+    where: _Where = {"cfg": cfg, "table": table, "mesh": mesh, "shape": shape}
+    x_BSD = x_BSD + attention_part(x_BSD, w, cos, sin, cu_seqlens, kept=kept, **where)
+    value = kept is None or not kept.value_unused
+    return x_BSD + mlp_part(x_BSD, w, tile=mlp_tile, value=value, **where)
 
 
-def _embedding_in_use(params: Params, cfg: LlamaConfig, table: Table, mesh: Mesh) -> Tensor:
-    return use_leaf(params.embed, "embed", abstract(cfg).embed, table, mesh)
+class _Where(TypedDict):
+    cfg: LlamaConfig
+    table: Table
+    mesh: Mesh
+    shape: tuple[int, int, int]
 
 
 def _hidden(
-    params: Params, embed_VD: Tensor, shard: Shard, cfg: LlamaConfig, *, table: Table, mesh: Mesh, remat: str
+    params: Params,
+    embed_VD: Tensor,
+    shard: Shard,
+    cfg: LlamaConfig,
+    table: Table,
+    mesh: Mesh,
+    options: Options,
 ) -> Tensor:
-    """As `hidden`, with the embedding in use already."""
-    check_layout(cfg, mesh=mesh, table=table, seq_len=shard.seq_len)
-    batch = shard.orig[0]
-    shape = (batch, shard.seq_len, cfg.hidden_size)
-    by_token = P(*table.tokens.dims, None)
+    """What the last layer leaves, placed as table.residual."""
+    shape = (shard.orig[0], shard.seq_len, cfg.hidden_size)
     positions = redistribute(
         shard.positions, table.tokens, P(*table.attn_x.dims[:2]), mesh, shape=shape[:2]
     )  # no collective where attention's input is placed as the tokens are
     cos, sin = rope_cos_sin(positions, cfg, embed_VD.dtype)
     x_BSD = F.embedding(shard.tokens, embed_VD)
-    x_BSD = redistribute(x_BSD, by_token, table.residual, mesh, shape=shape)
-    step = partial(block, cfg=cfg, table=table, mesh=mesh, shape=shape)
-    x_BSD = scan(step, x_BSD, params.layers, cos, sin, shard.cu_seqlens, remat=remat)
-    norm_D = use_leaf(params.norm, "norm", abstract(cfg).norm, table, mesh)
+    x_BSD = redistribute(x_BSD, P(*table.tokens.dims, None), table.residual, mesh, shape=shape)
+    step = partial(block, cfg=cfg, table=table, mesh=mesh, shape=shape, mlp_tile=options.get("mlp_tile"))
+    return scan(
+        step, x_BSD, params.layers, cos, sin, shard.cu_seqlens,
+        remat=options.get("remat", "none"),
+        group=options.get("group", 1),
+        offload=options.get("offload", "none"),
+        arena=options.get("arena"),
+        compile=options.get("compile"),
+        gather=layer_bundle(cfg, table, mesh, options.get("dtype")),
+    )  # fmt: skip
+
+
+def _normed(
+    x_BSD: Tensor, norm_D: Tensor, shard: Shard, cfg: LlamaConfig, table: Table, mesh: Mesh
+) -> Tensor:
+    """The final norm: table.residual -> table.tokens."""
     x_BSD = rms_norm(x_BSD, norm_D, eps=cfg.rms_eps)
-    return redistribute(x_BSD, table.residual, by_token, mesh, shape=shape)
+    shape = (shard.orig[0], shard.seq_len, cfg.hidden_size)
+    return redistribute(x_BSD, table.residual, P(*table.tokens.dims, None), mesh, shape=shape)
 
 
 def hidden(
-    params: Params, shard: Shard, cfg: LlamaConfig, *, table: Table, mesh: Mesh, remat: str = "none"
+    params: Params, shard: Shard, cfg: LlamaConfig, *, table: Table, mesh: Mesh, **options: Unpack[Options]
 ) -> Tensor:
     """Final hidden states, normalised.
 
     params: this rank's shards at rest; shard: from `shard_batch`. Result: [B, S, D] placed as table.tokens.
-    Communicates, per layer: 2 all-to-alls each way over the axis that attention trades for heads, and one
-    all-gather (reduce-scatter backward) per weight that is sharded at rest. ValueError from `check_layout`.
+    `options`: remat="none", group=1, offload="none", arena=None and compile=None as in `usp.scan`;
+    dtype=None, the type that parameters are cast to before they travel and that the model computes in;
+    mlp_tile=None, the tokens that the MLP sees at a time.
+
+    Communicates, per layer: 2 all-to-alls each way over the axis that attention trades for heads, 1 gather
+    for all its parameters that are sharded at rest (with remat one more in the backward) and 1 reduce-scatter
+    of their gradients. ValueError from `check_layout` and `scan`.
     """
-    embed_VD = _embedding_in_use(params, cfg, table, mesh)
-    return _hidden(params, embed_VD, shard, cfg, table=table, mesh=mesh, remat=remat)
+    check_layout(cfg, mesh=mesh, table=table, seq_len=shard.seq_len)
+    dtype = options.get("dtype")
+    (embed_VD,) = in_use(params, ("embed",), cfg, table, mesh, dtype)
+    x_BSD = _hidden(params, embed_VD, shard, cfg, table, mesh, options)
+    (norm_D,) = in_use(params, ("norm",), cfg, table, mesh, dtype)
+    return _normed(x_BSD, norm_D, shard, cfg, table, mesh)
 
 
 def _hidden_and_head(
-    params: Params, shard: Shard, cfg: LlamaConfig, *, table: Table, mesh: Mesh, remat: str
+    params: Params, shard: Shard, cfg: LlamaConfig, table: Table, mesh: Mesh, options: Options
 ) -> tuple[Tensor, Tensor]:
-    embed_VD = _embedding_in_use(params, cfg, table, mesh)  # moved once, also when it is the head too
-    x_BSD = _hidden(params, embed_VD, shard, cfg, table=table, mesh=mesh, remat=remat)
-    if params.lm_head is None:
-        return x_BSD, embed_VD
-    return x_BSD, use_leaf(params.lm_head, "lm_head", abstract(cfg).lm_head, table, mesh)
+    check_layout(cfg, mesh=mesh, table=table, seq_len=shard.seq_len)
+    dtype = options.get("dtype")
+    (embed_VD,) = in_use(params, ("embed",), cfg, table, mesh, dtype)  # also when it is the head too
+    x_BSD = _hidden(params, embed_VD, shard, cfg, table, mesh, options)
+    names = ("norm",) if params.lm_head is None else ("norm", "lm_head")
+    norm_D, *head = in_use(params, names, cfg, table, mesh, dtype)
+    return _normed(x_BSD, norm_D, shard, cfg, table, mesh), head[0] if head else embed_VD
 
 
 def logits(
-    params: Params, shard: Shard, cfg: LlamaConfig, *, table: Table, mesh: Mesh, remat: str = "none"
+    params: Params, shard: Shard, cfg: LlamaConfig, *, table: Table, mesh: Mesh, **options: Unpack[Options]
 ) -> Tensor:
     """[B, S, V] placed as table.tokens: whole logits of this rank's tokens. For short inputs."""
-    x_BSD, head_VD = _hidden_and_head(params, shard, cfg, table=table, mesh=mesh, remat=remat)
+    x_BSD, head_VD = _hidden_and_head(params, shard, cfg, table, mesh, options)
     return F.linear(x_BSD, head_VD)
 
 
 def loss(
-    params: Params, shard: Shard, cfg: LlamaConfig, *, table: Table, mesh: Mesh, remat: str = "none"
+    params: Params, shard: Shard, cfg: LlamaConfig, *, table: Table, mesh: Mesh, **options: Unpack[Options]
 ) -> Tensor:
     """This rank's part of the loss: the SUM over all ranks is the mean over the valid labels of the batch.
 
     Scalar, float32 (float64 for float64 parameters). A rank without a valid label adds exactly zero and stays
-    connected. Communicates as `hidden` does, and nothing for the loss itself.
+    connected. Options and communication as for `hidden`, and nothing for the loss itself.
     """
-    x_BSD, head_VD = _hidden_and_head(params, shard, cfg, table=table, mesh=mesh, remat=remat)
+    x_BSD, head_VD = _hidden_and_head(params, shard, cfg, table, mesh, options)
     total = linear_cross_entropy(x_BSD, head_VD, shard.labels)
     return total / (shard.num_valid.clamp(min=1) * _num_replicas(table, mesh)).to(total.dtype)
 

@@ -188,7 +188,7 @@ def frozen_and_other_moves() -> None:
         (P(ALL, None), P("ulysses", None)),
     ]
     shapes: list[tuple[int, ...]] = [(6, 2), (5,), (7, 2)]
-    bundle = Bundle(*(list(c) for c in zip(*specs, strict=True)), mesh, shapes)
+    bundle = Bundle([s[0] for s in specs], [s[1] for s in specs], mesh, shapes)
     X = [dense(shape, seed=i + 1) for i, shape in enumerate(shapes)]
     x = [shard(t, src, mesh) for t, (src, _) in zip(X, specs, strict=True)]
     for y, whole, (src, dst) in zip(bundle.start(x).wait(), X, specs, strict=True):

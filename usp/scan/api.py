@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -11,6 +10,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from usp.arena import Arena
+from usp.scan.closure import check_no_grad, held
 from usp.scan.function import apply_scan
 from usp.scan.memory import HostMemory, Memory, PlainMemory
 from usp.scan.run import Gather, Run
@@ -54,7 +54,7 @@ def scan(
     asks for a gradient it would not get, and when the host's memory cannot hold what is offloaded.
     """
     _check_options(remat, group, offload, arena)
-    _check_no_grad("consts", consts)
+    check_no_grad("consts", consts)
     under_func = _under_func()
     if compile is not None:
         if under_func and remat == "none":
@@ -68,7 +68,7 @@ def scan(
             x = block(x, _used(layer, gather), *consts)
         return x
     if not torch.compiler.is_compiling():
-        _check_no_grad("block", _held(block))
+        check_no_grad("block", held(block))
     flat = [pytree.tree_flatten(layer) for layer in layers]
     leaves = [leaf for one, _ in flat for leaf in one]
     memory: Memory = PlainMemory() if arena is None else HostMemory(arena, len(flat), group)
@@ -111,26 +111,6 @@ def _check_options(remat: str, group: int, offload: str, arena: Arena | None) ->
             f"arena={arena} must be given with offload='host' and only then, got offload={offload!r}. "
             f"Make one usp.arena.Arena() and pass it every time, so that its buffers are used again."
         )
-
-
-def _check_no_grad(name: str, tensors: Sequence[Any]) -> None:
-    for t in tensors:
-        if isinstance(t, Tensor) and t.requires_grad:
-            raise ValueError(
-                f"{name} must hold no tensor that requires a gradient, got one of shape {tuple(t.shape)}. "
-                f"Pass it through x or layers, or detach it."
-            )
-
-
-def _held(block: Any) -> list[Any]:
-    """What `block` brings along without being given it, as far as can be seen from outside."""
-    block = getattr(block, "_torchdynamo_orig_callable", block)
-    if isinstance(block, partial):
-        return [*_held(block.func), *pytree.tree_leaves((block.args, block.keywords))]
-    owner = getattr(block, "__self__", block)
-    if isinstance(owner, torch.nn.Module):
-        return list(owner.parameters())
-    return pytree.tree_leaves([cell.cell_contents for cell in getattr(block, "__closure__", None) or ()])
 
 
 def _under_func() -> bool:
