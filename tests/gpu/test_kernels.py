@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.usp.test_kernels import dense
-from usp.kernels import KERNELS, Kernel, Segments, choose
+from usp.kernels import KERNELS, PACKED, Kernel, Segments, choose
 
 pytestmark = [
     pytest.mark.gpu,
@@ -79,17 +79,20 @@ def check(got: tuple[Tensor, ...], want: list[Tensor]) -> None:
         assert error < BF16, f"{name} is off by {error}"
 
 
-@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
-@pytest.mark.parametrize("case", CASES)
+# flash4 compiles every kind of call for some seconds: all head counts for two cases only
+@pytest.mark.parametrize(
+    ("case", "heads"),
+    [(c, h) for c in CASES for h in HEADS if h == "grouped" or c in ("causal", "packed")],
+)
 @pytest.mark.parametrize("name", CUDA_KERNELS)
-def test_equals_dense_float64(name: str, case: str, heads: tuple[int, int]) -> None:
+def test_equals_dense_float64(name: str, case: str, heads: str) -> None:
     segments = CASES[case]
     if not segments.features <= KERNELS[name].features:
         with pytest.raises(ValueError, match=f"kernel='{name}' must take .*Use one of: .*tiled, reference"):
             pick(name, segments)
         return
     kernel = pick(name, segments)
-    q, k, v, do = x = inputs(segments, heads)
+    q, k, v, do = x = inputs(segments, HEADS[heads])
     with torch.no_grad():
         o, lse = kernel.forward(q, k, v, segments)
         grads = kernel.backward(do, q, k, v, o, lse, segments)
@@ -97,14 +100,14 @@ def test_equals_dense_float64(name: str, case: str, heads: tuple[int, int]) -> N
 
 
 @pytest.mark.parametrize("sizes", [(128, 128), (80, 80), (192, 128), (256, 256), (64, 32), (40, 50)])
-@pytest.mark.parametrize("case", ["causal", "packed"])
 @pytest.mark.parametrize("name", CUDA_KERNELS)
-def test_head_sizes(name: str, case: str, sizes: tuple[int, int]) -> None:
-    segments = CASES[case]
+def test_head_sizes(name: str, sizes: tuple[int, int]) -> None:
+    segments = CASES["packed" if PACKED in KERNELS[name].features else "causal"]
     try:
         kernel = pick(name, segments, *sizes)
     except ValueError as refusal:
-        assert "head size" in str(refusal) or "packed" in str(refusal)  # noqa: PT017
+        assert max(sizes) > 128  # noqa: PT017
+        assert "head size" in str(refusal)  # noqa: PT017
         return
     q, k, v, do = x = inputs(segments, (6, 2), *sizes)
     with torch.no_grad():
