@@ -110,7 +110,7 @@ class _StreamCopies:
     """On a stream beside the one that computes; never waits on the host."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def out(self, t: Tensor, host: Tensor) -> Copied:
         self._stream.wait_stream(torch.cuda.current_stream(t.device))
@@ -128,7 +128,7 @@ class _StreamCopies:
 
 def _lock(buffer: Tensor) -> None:
     """Page-lock memory where it is: torch's own allocator would round up to a power of two."""
-    runtime: Any = torch.cuda.cudart()
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     code = int(runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 1))
     if code != 0:
         raise RuntimeError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -118,4 +118,4 @@ def _under_func() -> bool:
     if torch.compiler.is_compiling():
         return True
     functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
-    return cast(bool, functorch.peek_interpreter_stack() is not None)
+    return functorch.peek_interpreter_stack() is not None

@@ -22,6 +22,7 @@ class _Scan(torch.autograd.Function):
     def forward(run: Run, num_leaves: int, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         with torch.no_grad():
             y = run.forward(x, rest[:num_leaves], rest[num_leaves:])
+        y = y.clone() if y is x else y  # an input must not be handed out as a result
         return (y, *run.memory.outputs())
 
     @staticmethod

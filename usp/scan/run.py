@@ -104,11 +104,11 @@ class Run:
         coming: tuple[int, Pending] | None = None
         for i, with_input, is_last in visits:
             leaves = next(weights)
-            stored, kept = next(memory)
+            stored, results = next(memory)
             if with_input:
                 assert stored is not None
                 inputs[i] = stored
-            kept = Kept.replay(kept, self.kept_trees[i], value_unused=is_last)
+            kept = Kept.replay(results, self.kept_trees[i], value_unused=is_last)
             if not is_last:  # a group's forward, to find the inputs of its layers
                 with torch.no_grad(), self.random[i].replayed(), self.autocast.entered():
                     inputs[i + 1] = self._call(i, inputs[i], leaves, consts, kept)
@@ -117,7 +117,7 @@ class Run:
             assert grad_x is not None
             need_x = i > wanted.first() or wanted.x
             grad_x, own = self._pull(i, inputs.pop(i), leaves, consts, kept, grad_x, need_x, wanted.leaves[i])
-            del leaves, kept, stored
+            del leaves, kept, stored, results
             if self.gather is None:
                 grads[i] = own
                 continue
