@@ -44,10 +44,10 @@ def weights(matrix: P, vector: P, **leaves: P) -> Mapping[str, P]:
     return MappingProxyType(both | leaves)
 
 
-def by_head(out: Axes | str, into: Axes | str) -> dict[str, P]:
-    """Attention weights cut by head: wq, wk, wv and their biases on the way out, wo on the way in."""
-    made = {name: P(out, None) for name in ("wq", "wk", "wv")} | {name: P(out) for name in ("bq", "bk", "bv")}
-    return {**made, "wo": P(None, into)}
+def by_head(axes: Axes | str) -> dict[str, P]:
+    """Attention's weights cut by head: wq, wk, wv and their biases on the way out, wo on the way in."""
+    out, bias = dict.fromkeys(("wq", "wk", "wv"), P(axes, None)), dict.fromkeys(("bq", "bk", "bv"), P(axes))
+    return {**out, **bias, "wo": P(None, axes)}
 
 
 EVERYWHERE = ("dp", "ring", "ulysses")
@@ -113,8 +113,8 @@ _ODYSSEUS = replace(
     _USP,
     name="odysseus",
     attn_x=P("dp", "ring", None),
-    rest=MappingProxyType(ZERO3 | by_head(("ulysses", "dp", "ring"), ("ulysses", "dp", "ring"))),
-    use=MappingProxyType(WHOLE | by_head("ulysses", "ulysses")),
+    rest=MappingProxyType({**ZERO3, **by_head(("ulysses", "dp", "ring"))}),
+    use=MappingProxyType({**WHOLE, **by_head("ulysses")}),
 )
 
 TABLES: Mapping[str, Table] = MappingProxyType(

@@ -1,4 +1,4 @@
-"""Attention on local shards in the table's placement: whole sequences, or a ring where the table leaves one."""
+"""Attention on local shards, placed as the table says: whole sequences, or a ring over what is left cut."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def _boundaries(cu_seqlens: Tensor, row_edges: tuple[int, ...]) -> tuple[int, ..
 
 
 class _Attention(torch.autograd.Function):
-    """A kernel's runs with their explicit backward. Results: output [B, S, N, Hv] and log-sum-exp [N, B * S]."""
+    """A kernel's runs and their explicit backward. Results: output [B, S, N, Hv], log-sum-exp [N, B * S]."""
 
     @staticmethod
     def forward(
@@ -186,10 +186,10 @@ class _Attention(torch.autograd.Function):
             return q.new_zeros(*q.shape[:3], v.shape[3]), q.new_zeros(0, q.shape[0] * q.shape[1])
 
         def compute() -> tuple[Tensor, Tensor]:
-            o, lse = ring.forward(*(t.flatten(0, 1) for t in (q, k, v)), mask, place, kernel)
+            o, lse = ring.forward(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), mask, place, kernel)
             if sinks is not None:
                 o, lse = _with_sinks(o, lse, sinks)
-            return o.unflatten(0, q.shape[:2]), lse
+            return o.view(*q.shape[:3], v.shape[3]), lse
 
         if kept is None:
             return compute()
@@ -238,20 +238,16 @@ class _AttentionBackward(torch.autograd.Function):
         kernel: Kernel,
     ) -> tuple[Tensor, ...]:
         if q.shape[2] == 0:
-            return (
-                torch.zeros_like(q),
-                torch.zeros_like(k),
-                torch.zeros_like(v),
-                *([] if sinks is None else [torch.zeros_like(sinks)]),
-            )
-        flat = [t.flatten(0, 1) for t in (do, q, k, v, o)]
-        grads = ring.backward(*flat, lse, mask, place, kernel)
-        grads = tuple(g.view(t.shape) for g, t in zip(grads, (q, k, v), strict=True))
+            inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
+            return tuple(torch.zeros_like(t) for t in inputs)
+        do_T, q_T, k_T, v_T, o_T = (t.flatten(0, 1) for t in (do, q, k, v, o))
+        dq, dk, dv = ring.backward(do_T, q_T, k_T, v_T, o_T, lse, mask, place, kernel)
+        grads = dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
         if sinks is None:
             return grads
         # a sink is a key whose value is zero: its gradient is minus its probability times do . o
         probability = torch.exp(sinks.to(lse.dtype).unsqueeze(1) - lse)
-        dot = (flat[0].to(lse.dtype) * flat[4].to(lse.dtype)).sum(2).t()
+        dot = (do_T.to(lse.dtype) * o_T.to(lse.dtype)).sum(2).t()
         return (*grads, -(probability * dot).sum(1).to(sinks.dtype))
 
     @staticmethod

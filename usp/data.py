@@ -57,7 +57,8 @@ def shard_batch(
 
     Labels are shifted inside each document before anything is cut, so no target is lost at a shard's end.
     Rows are padded on the right to a multiple of the ranks that share them, and of 2 * ring; padding is a
-    document of its own without targets. Raises ValueError for shapes, boundaries or a batch size that do not fit.
+    document of its own without targets. Raises ValueError for shapes, boundaries or a batch size that do not
+    fit.
     """
     tokens, labels, bounds = _checked(batch)
     num_rows, seq_len = tokens.shape
@@ -100,7 +101,7 @@ def shard_batch(
 
 
 def unshard_batch(x: Tensor, shard: Shard, *, table: Table, mesh: MeshLike) -> Tensor:
-    """The global [B, S, ...] of a per-token x [b, s, ...] on every rank, padding removed: cut and order undone.
+    """The global [B, S, ...] of a per-token x [b, s, ...] on every rank, in natural order, without padding.
 
     Gathers over the axes that shard `table.tokens`, one all-gather each.
     """

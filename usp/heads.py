@@ -8,6 +8,7 @@ Source of the scheme: Jacobs et al., "DeepSpeed Ulysses" (arXiv 2309.14509).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -49,11 +50,12 @@ def seq_to_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Move q, k, v from where they are projected to where attention runs, together.
 
-    q [B, S, N, H], k [B, S, K, H] and v [B, S, K, Hv], S and heads as `table.attn_x` and the projection leave them; results
-    as `table.q` and `table.kv`. k and v come back with K' heads so that query head i attends with kv head i
-    // (N_local / K'). `seq_len` is the global S. Communicates 1 all-to-all each way over the axis that moves
-    from the sequence to the heads; nothing when none does. Gradients of replicated kv heads are summed in at
-    least float32. Raises ValueError when the table asks for another move or shapes do not fit.
+    q [B, S, N, H], k [B, S, K, H] and v [B, S, K, Hv], S and heads as `table.attn_x` and the projection leave
+    them; results as `table.q` and `table.kv`. k and v come back with K' heads so that query head i attends
+    with kv head i // (N_local / K'). `seq_len` is the global S. Communicates 1 all-to-all each way over the
+    axis that moves from the sequence to the heads; nothing when none does. Gradients of replicated kv heads
+    are summed in at least float32. Raises ValueError when the table asks for another move or shapes do not
+    fit.
     """
     axis = trading_axis(table, mesh)
     if axis is None:
@@ -65,26 +67,49 @@ def seq_to_heads(
         )
     num_heads, num_kv = q.shape[2], k.shape[2]
     deals = deal_heads(num_heads, num_kv, axis_sizes(mesh)[axis])
-    dtype, wide = k.dtype, torch.promote_types(k.dtype, torch.float32)
-    if any(a.kv_stop > b.kv_start for a, b in pairwise(deals)):
-        k, v = k.to(wide), v.to(wide)  # so that the replicas' gradients are summed in it
-    unit = _common(k.shape[3], v.shape[3])  # heads of q, k and v travel as pieces of one size
-    each = (k.shape[3] // unit, k.shape[3] // unit, v.shape[3] // unit)
-    pieces = []
-    for d in deals:
-        pieces.append(q[:, :, d.q_start : d.q_stop])
-        pieces += [t[:, :, d.kv_start : d.kv_stop].to(dtype) for t in (k, v)]
-    # [heads in sending order, B, S@axis, H] -> [own heads, B, S, H]: 1 all-to-all, one copy before, one after
-    packed = torch.cat([_in_units(piece, unit).movedim(2, 0) for piece in pieces])
-    counts = [(d.q_stop - d.q_start, d.kv_stop - d.kv_start, d.kv_stop - d.kv_start) for d in deals]
-    sizes = [tuple(n * m for n, m in zip(count, each, strict=True)) for count in counts]
-    own_seq = _seq_lengths(table, mesh, axis, seq_len)
-    per_rank = tuple(sum(size) for size in sizes)
-    x = exchange(packed, mesh, axis, split_dim=0, split_sizes=per_rank, cat_dim=2, cat_sizes=own_seq)
+    q_ranges = [(d.q_start, d.q_stop) for d in deals]
+    kv_ranges = [(d.kv_start, d.kv_stop) for d in deals]
+    dealt = ((q, q_ranges), (k, kv_ranges), (v, kv_ranges))
+    q, k, v = trade(dealt, mesh, axis, seq_lengths(table, mesh, axis, seq_len))
+    return q, *with_equal_groups(k, v, deals[coordinates(mesh)[axis]], num_heads // num_kv)
+
+
+Dealt = tuple[Tensor, Sequence[tuple[int, int]]]
+"""A tensor [B, S@axis, N, H] and the range of its heads that each rank of the axis is to have."""
+
+
+def trade(dealt: Sequence[Dealt], mesh: MeshLike, axis: str, own_seq: tuple[int, ...]) -> list[Tensor]:
+    """Each tensor's own range of heads over the whole sequence, all together: 1 all-to-all.
+
+    `own_seq`: tokens that each rank of `axis` holds. Tensors may have head sizes of their own. Where ranges
+    overlap the heads are replicated, and their gradients summed in at least float32.
+    """
+    dtype = dealt[0][0].dtype
+    unit = dealt[0][0].shape[3]  # heads travel as pieces of one size
+    for x, _ in dealt:
+        unit = _common(unit, x.shape[3])
+    wide = torch.promote_types(dtype, torch.float32)
+    sources = [
+        (x.to(wide) if any(a[1] > b[0] for a, b in pairwise(ranges)) else x, ranges) for x, ranges in dealt
+    ]
+    pieces = [
+        _in_units(x[:, :, slice(*ranges[rank])].to(dtype), unit).movedim(2, 0)
+        for rank in range(axis_sizes(mesh)[axis])
+        for x, ranges in sources
+    ]
+    # [heads in sending order, B, S@axis, H] -> [own heads, B, S, H]: one copy before, one after
+    packed = torch.cat(pieces)
+    sizes = [
+        [(r[rank][1] - r[rank][0]) * (x.shape[3] // unit) for x, r in dealt] for rank in range(len(own_seq))
+    ]
+    per_rank = tuple(sum(each) for each in sizes)
+    moved = exchange(packed, mesh, axis, split_dim=0, split_sizes=per_rank, cat_dim=2, cat_sizes=own_seq)
     me = coordinates(mesh)[axis]
-    parts = zip(torch.split(x, list(sizes[me])), counts[me], (k, k, v), strict=True)
-    q, k, v = (t.movedim(0, 2).reshape(*t.shape[1:3], n, like.shape[3]) for t, n, like in parts)
-    return q, *with_equal_groups(k, v, deals[me], num_heads // num_kv)
+    out = []
+    for part, (x, ranges) in zip(torch.split(moved, sizes[me]), dealt, strict=True):
+        num_heads = ranges[me][1] - ranges[me][0]
+        out.append(part.movedim(0, 2).reshape(*part.shape[1:3], num_heads, x.shape[3]))
+    return out
 
 
 def with_equal_groups(k: Tensor, v: Tensor, deal: Deal, group: int) -> tuple[Tensor, Tensor]:
@@ -111,15 +136,17 @@ def heads_to_seq(o: Tensor, *, num_heads: int, mesh: MeshLike, table: Table, seq
     if axis is None:
         return o
     deals = deal_heads(num_heads, num_heads, axis_sizes(mesh)[axis])
-    # [S, B, N@axis, H] -> [S@axis, B, N, H]: 1 all-to-all; for B = 1 the packing is free
+    counts = tuple(d.q_stop - d.q_start for d in deals)
+    return trade_back(o, mesh, axis, counts, seq_lengths(table, mesh, axis, seq_len))
+
+
+def trade_back(
+    o: Tensor, mesh: MeshLike, axis: str, num_heads: tuple[int, ...], own_seq: tuple[int, ...]
+) -> Tensor:
+    """o [B, S, own heads, H] -> [B, S@axis, all ranks' heads, H]: 1 all-to-all; `num_heads` of each rank."""
+    # [S, B, N@axis, H] -> [S@axis, B, N, H]: for B = 1 the packing is free
     x = exchange(
-        o.movedim(1, 0),
-        mesh,
-        axis,
-        split_dim=0,
-        split_sizes=_seq_lengths(table, mesh, axis, seq_len),
-        cat_dim=2,
-        cat_sizes=tuple(d.q_stop - d.q_start for d in deals),
+        o.movedim(1, 0), mesh, axis, split_dim=0, split_sizes=own_seq, cat_dim=2, cat_sizes=num_heads
     )
     return x.movedim(0, 1)
 
@@ -143,7 +170,7 @@ def trading_axis(table: Table, mesh: MeshLike) -> str | None:
     return axis[0]
 
 
-def _seq_lengths(table: Table, mesh: MeshLike, axis: str, seq_len: int) -> tuple[int, ...]:
+def seq_lengths(table: Table, mesh: MeshLike, axis: str, seq_len: int) -> tuple[int, ...]:
     """Tokens that each rank of `axis` holds of this rank's block of the sequence."""
     sizes = axis_sizes(mesh)
     outer = tuple(a for a in table.attn_x[1] if a != axis)

@@ -1,4 +1,4 @@
-"""One attention layer carried out run by run, with the keys and values of other ranks where a ring shares them.
+"""One attention layer carried out run by run, with other ranks' keys and values where a ring shares them.
 
 Two ways to the other ranks' keys, equal in result. "p2p" sends them around the ring, the next ones on their
 way while these are used; in the backward their gradients travel along and are at home after the last step.

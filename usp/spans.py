@@ -160,23 +160,21 @@ def _across(
 
 def _joined(cells: list[_Cell]) -> list[_Cell]:
     """Neighbours without a band that make one rectangle, joined: first along the keys, then the queries."""
-    for along, across in ((1, 0), (0, 1)):
-        joined: list[_Cell] = []
-        for cell in sorted(cells, key=lambda c: (c[across], c[along])):
-            last = joined[-1] if joined else None
-            if (
-                last
-                and last.free
-                and cell.free
-                and last[across] == cell[across]
-                and last[along][1] == cell[along][0]
-            ):
-                both = (last[along][0], cell[along][1])
-                joined[-1] = last._replace(k=both) if along else last._replace(q=both)
-            else:
-                joined.append(cell)
-        cells = joined
-    return cells
+    rows: list[_Cell] = []
+    for cell in sorted(cells, key=lambda c: (c.q, c.k)):
+        last = rows[-1] if rows else cell
+        if last.q == cell.q and last.k[1] == cell.k[0] and last.free and cell.free:
+            rows[-1] = last._replace(k=(last.k[0], cell.k[1]))
+        else:
+            rows.append(cell)
+    joined: list[_Cell] = []
+    for cell in rows:
+        last = joined[-1] if joined else cell
+        if last.k == cell.k and last.q[1] == cell.q[0] and last.free and cell.free:
+            joined[-1] = last._replace(q=(last.q[0], cell.q[1]))
+        else:
+            joined.append(cell)
+    return joined
 
 
 def _as_runs(mask: Mask, cells: list[_Cell]) -> list[Run]:

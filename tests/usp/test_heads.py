@@ -20,7 +20,7 @@ from usp.mesh import TABLES, P, local_slices
 
 TABLE = TABLES["usp"]
 BY_SEQ, BY_HEAD = P("dp", ("ring", "ulysses"), None, None), P("dp", "ring", None, None)
-HEADS = ((9, 3), (3, 1), (5, 5), (7, 7), (8, 2), (6, 2), (10, 5))
+HEADS = ((9, 3), (3, 1), (5, 5), (7, 7), (8, 2), (6, 2), (10, 5), (2, 1))  # some fewer than the ranks (H52)
 MESHES: tuple[Sizes, ...] = ((1, 1, 2), (1, 1, 3), (1, 1, 4), (1, 2, 2), (2, 1, 2))
 BATCHES = (
     (1, 13),
@@ -60,10 +60,14 @@ class Problem:
 
     def move(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v at the heads, k and v repeated to one per query head, as attention reads them."""
+        moved = self.move_all(q, k, v)
+        assert moved[1].shape == moved[2].shape
+        return moved
+
+    def move_all(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = seq_to_heads(q, k, v, mesh=self.mesh, table=TABLE, seq_len=self.seq_len)
-        assert k.shape == v.shape
-        assert q.shape[2] % k.shape[2] == 0
-        times = q.shape[2] // k.shape[2]
+        assert q.shape[2] == k.shape[2] == 0 or q.shape[2] % k.shape[2] == 0
+        times = q.shape[2] // max(k.shape[2], 1)
         return q, k.repeat_interleave(times, 2), v.repeat_interleave(times, 2)
 
     def back(self, o: Tensor) -> Tensor:
@@ -96,7 +100,7 @@ def assert_same(got: tuple[Tensor, ...], want: tuple[Tensor, ...], note: object)
 def values_and_round_trip(sizes: Sizes) -> None:
     # cases H48, H50, H53, H54, D18, D20, D22, D25, P45, P68
     for heads in HEADS:
-        for batch in BATCHES if heads[0] >= sizes[2] else ():
+        for batch in BATCHES:
             p = Problem(sizes, heads, batch)
             if p.out:
                 continue
@@ -108,7 +112,7 @@ def values_and_round_trip(sizes: Sizes) -> None:
 def gradients(sizes: Sizes) -> None:
     # cases H50, D22, D25, P68: every replica's gradient is summed, nothing twice
     for heads in HEADS:
-        for batch in BATCHES if heads[0] >= sizes[2] else ():
+        for batch in BATCHES:
             p = Problem(sizes, heads, batch)
             if p.out:
                 continue
@@ -194,6 +198,29 @@ def wide_sums(sizes: Sizes) -> None:
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_equal_to_dense(sizes: Sizes, check: Callable[[Sizes], None], ranks: Pool) -> None:
     ranks.run(check, sizes)
+
+
+def sizes_of_v(sizes: Sizes) -> None:
+    # cases P53, H56, D29: v of its own size, and another call with other heads and sizes beside it
+    for heads, size, v_size in (((9, 3), 4, 6), ((5, 5), 6, 2), ((2, 1), 3, 2)):
+        p = Problem(sizes, heads, (2, 7))
+        if p.out:
+            continue
+        full = (dense((2, 7, heads[0], size)), dense((2, 7, heads[1], size)), dense((2, 7, heads[1], v_size)))
+        q, k, v = (p.before(t) for t in full)
+        moved = p.move_all(q, k, v)
+        want = (full[0], *(t.repeat_interleave(p.group, 2) for t in full[1:]))
+        assert_same(moved, tuple(p.after(t) for t in want), (heads, size, v_size))
+        grads = grad(lambda *x, p=p: sum((t**2).sum() for t in p.move_all(*x)), argnums=(0, 1, 2))(q, k, v)
+        # each query head's copy of its kv head adds twice its value
+        times = (2, 2 * p.group, 2 * p.group)
+        assert_same(grads, tuple(n * t for n, t in zip(times, (q, k, v), strict=True)), (heads, size, v_size))
+        assert torch.equal(p.back(p.after(want[2])), p.before(want[2]))
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 2), (1, 1, 4)], ids=str)
+def test_v_of_its_own_size(sizes: Sizes, ranks: Pool) -> None:
+    ranks.run(sizes_of_v, sizes)
 
 
 def test_collectives(ranks: Pool) -> None:
