@@ -26,6 +26,8 @@ class Options(TypedDict, total=False):
     compile: Callable[[Callable[..., Any]], Callable[..., Any]] | None
     dtype: torch.dtype | None
     mlp_tile: int | None
+    kernel: str
+    head_chunks: int
 
 
 def layer_bundle(cfg: LlamaConfig, table: Table, mesh: Mesh, dtype: torch.dtype | None) -> Bundle:

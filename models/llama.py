@@ -10,7 +10,6 @@ from functools import partial
 from math import prod
 from typing import TypedDict, Unpack
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -23,20 +22,9 @@ from usp.models.gather import Options, in_use, layer_bundle
 from usp.models.layout import check_layout, linear_out
 from usp.models.own_heads import own_heads
 from usp.models.params import Block, Mesh, Params
-from usp.models.rope import rope, rope_cos_sin
+from usp.models.projections import by_chunks, keys_values, queries, rms_norm
+from usp.models.rope import rope_cos_sin
 from usp.tiles import tiled
-
-
-def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
-    """Normalised in float32 (float64 stays float64), scaled after the cast back, as Transformers does."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype)
-
-
-def _project(x: Tensor, weight: Tensor, bias: Tensor | None, head_dim: int) -> Tensor:
-    y = F.linear(x, weight, bias)
-    return y.view(*y.shape[:-1], -1, head_dim)
 
 
 def attention_part(
@@ -50,26 +38,35 @@ def attention_part(
     table: Table,
     mesh: Mesh,
     shape: tuple[int, int, int],
+    window: int | None = None,
+    kernel: str = "auto",
+    head_chunks: int = 1,
     kept: Kept | None = None,
 ) -> Tensor:
     """x at table.residual -> attention's contribution to it, same placement. 2 all-to-alls each way."""
     w, deal = own_heads(w, cfg, table, mesh)
     x_BSD = rms_norm(x_BSD, w.norm_attn, eps=cfg.rms_eps)
     x_BSD = redistribute(x_BSD, table.residual, table.attn_x, mesh, shape=shape)  # residual -> attn_x
-    q_BSNH = _project(x_BSD, w.wq, w.bq, cfg.head_dim)
-    k_BSKH = _project(x_BSD, w.wk, w.bk, cfg.head_dim)
-    v_BSKH = _project(x_BSD, w.wv, w.bv, cfg.head_dim)
-    if cfg.qk_norm:
-        q_BSNH = rms_norm(q_BSNH, w.q_norm, eps=cfg.rms_eps)
-        k_BSKH = rms_norm(k_BSKH, w.k_norm, eps=cfg.rms_eps)
-    q_BSNH, k_BSKH = rope(q_BSNH, cos, sin), rope(k_BSKH, cos, sin)
-    if deal is not None:
-        k_BSKH, v_BSKH = with_equal_groups(k_BSKH, v_BSKH, deal, cfg.num_heads // cfg.num_kv_heads)
-    # [B, S@ulysses, N, H] -> [B, S, N@ulysses, H]: 1 all-to-all for q, k and v
-    q_BSNH, k_BSKH, v_BSKH = seq_to_heads(q_BSNH, k_BSKH, v_BSKH, mesh=mesh, table=table, seq_len=shape[1])
-    o_BSNH = attention(q_BSNH, k_BSKH, v_BSKH, table=table, mesh=mesh, cu_seqlens=cu_seqlens, kept=kept)
-    # [B, S, N@ulysses, H] -> [B, S@ulysses, N, H]: 1 all-to-all
-    o_BSNH = heads_to_seq(o_BSNH, num_heads=cfg.num_heads, mesh=mesh, table=table, seq_len=shape[1])
+    if head_chunks > 1:
+        o_BSNH = by_chunks(
+            x_BSD, w, cos, sin, cu_seqlens, cfg=cfg, table=table, mesh=mesh, seq_len=shape[1],
+            window=window, kernel=kernel, head_chunks=head_chunks, kept=kept,
+        )  # fmt: skip
+    else:
+        q_BSNH = queries(x_BSD, w, cos, sin, cfg)
+        k_BSKH, v_BSKH = keys_values(x_BSD, w, cos, sin, cfg)
+        if deal is not None:
+            group = cfg.num_heads // cfg.num_kv_heads
+            k_BSKH, v_BSKH = with_equal_groups(k_BSKH, v_BSKH, deal, group)
+        there: _There = {"mesh": mesh, "table": table, "seq_len": shape[1]}
+        # [B, S@ulysses, N, H] -> [B, S, N@ulysses, H]: 1 all-to-all for q, k and v
+        q_BSNH, k_BSKH, v_BSKH = seq_to_heads(q_BSNH, k_BSKH, v_BSKH, **there)
+        o_BSNH = attention(
+            q_BSNH, k_BSKH, v_BSKH, table=table, mesh=mesh, cu_seqlens=cu_seqlens, window=window,
+            kernel=kernel, kept=kept,
+        )  # fmt: skip
+        # [B, S, N@ulysses, H] -> [B, S@ulysses, N, H]: 1 all-to-all
+        o_BSNH = heads_to_seq(o_BSNH, num_heads=cfg.num_heads, **there)
     y_BSD = F.linear(o_BSNH.flatten(-2), w.wo)
     spec = linear_out(linear_out(table.attn_x, table.use["wq"]), table.use["wo"])
     y_BSD = redistribute(y_BSD, spec, table.residual, mesh, shape=shape)  # attn_x -> residual
@@ -114,16 +111,37 @@ def block(
     mesh: Mesh,
     shape: tuple[int, int, int],
     mlp_tile: int | None = None,
+    window: int | None = None,
+    kernel: str = "auto",
+    head_chunks: int = 1,
     kept: Kept | None = None,
 ) -> Tensor:
     """One decoder layer on x at table.residual; `w` in use, `shape` the global [B, S, D].
 
     `kept`: attention's results, recorded or read, see `usp.scan`. `mlp_tile`: tokens of one tile of the MLP.
+    `window`, `kernel`: as in `usp.attention`; `head_chunks`: how many parts attention's heads are taken in.
     """
     where: _Where = {"cfg": cfg, "table": table, "mesh": mesh, "shape": shape}
-    x_BSD = x_BSD + attention_part(x_BSD, w, cos, sin, cu_seqlens, kept=kept, **where)
+    x_BSD = x_BSD + attention_part(
+        x_BSD,
+        w,
+        cos,
+        sin,
+        cu_seqlens,
+        window=window,
+        kernel=kernel,
+        head_chunks=head_chunks,
+        kept=kept,
+        **where,
+    )
     value = kept is None or not kept.value_unused
     return x_BSD + mlp_part(x_BSD, w, tile=mlp_tile, value=value, **where)
+
+
+class _There(TypedDict):
+    mesh: Mesh
+    table: Table
+    seq_len: int
 
 
 class _Where(TypedDict):
@@ -147,12 +165,19 @@ def _hidden(
     positions = redistribute(
         shard.positions, table.tokens, P(*table.attn_x.dims[:2]), mesh, shape=shape[:2]
     )  # no collective where attention's input is placed as the tokens are
-    cos, sin = rope_cos_sin(positions, cfg, embed_VD.dtype)
+    cos, sin = rope_cos_sin(positions, cfg, embed_VD.dtype, seq_len=shard.orig[1])
     x_BSD = F.embedding(shard.tokens, embed_VD)
     x_BSD = redistribute(x_BSD, P(*table.tokens.dims, None), table.residual, mesh, shape=shape)
-    step = partial(block, cfg=cfg, table=table, mesh=mesh, shape=shape, mlp_tile=options.get("mlp_tile"))
+    step = partial(
+        block, cfg=cfg, table=table, mesh=mesh, shape=shape,
+        mlp_tile=options.get("mlp_tile"),
+        kernel=options.get("kernel", "auto"),
+        head_chunks=options.get("head_chunks", 1),
+    )  # fmt: skip
+    windows = [{"window": cfg.window_of(i)} for i in range(cfg.num_layers)] if cfg.windows else ()
     return scan(
         step, x_BSD, params.layers, cos, sin, shard.cu_seqlens,
+        each=windows,
         remat=options.get("remat", "none"),
         group=options.get("group", 1),
         offload=options.get("offload", "none"),
@@ -179,13 +204,14 @@ def hidden(
     params: this rank's shards at rest; shard: from `shard_batch`. Result: [B, S, D] placed as table.tokens.
     `options`: remat="none", group=1, offload="none", arena=None and compile=None as in `usp.scan`;
     dtype=None, the type that parameters are cast to before they travel and that the model computes in;
-    mlp_tile=None, the tokens that the MLP sees at a time.
+    mlp_tile=None, the tokens that the MLP sees at a time; kernel="auto", see `usp.attention`; head_chunks=1,
+    in how many parts a rank's heads are taken through attention (`usp.head_chunks`).
 
     Communicates, per layer: 2 all-to-alls each way over the axis that attention trades for heads, 1 gather
     for all its parameters that are sharded at rest (with remat one more in the backward) and 1 reduce-scatter
     of their gradients. ValueError from `check_layout` and `scan`.
     """
-    check_layout(cfg, mesh=mesh, table=table, seq_len=shard.seq_len)
+    _check(cfg, shard, table, mesh, options)
     dtype = options.get("dtype")
     (embed_VD,) = in_use(params, ("embed",), cfg, table, mesh, dtype)
     x_BSD = _hidden(params, embed_VD, shard, cfg, table, mesh, options)
@@ -193,10 +219,20 @@ def hidden(
     return _normed(x_BSD, norm_D, shard, cfg, table, mesh)
 
 
+def _check(cfg: LlamaConfig, shard: Shard, table: Table, mesh: Mesh, options: Options) -> None:
+    check_layout(cfg, mesh=mesh, table=table, seq_len=shard.seq_len)
+    head_chunks, cut = options.get("head_chunks", 1), table.use["wq"][0]
+    if head_chunks != 1 and prod(axis_sizes(mesh)[axis] for axis in cut) > 1:
+        raise ValueError(
+            f"head_chunks={head_chunks} must be 1 where attention's weights stay cut by head, got "
+            f"use['wq']={table.use['wq']} in table={table.name!r}. Choose a table that trades heads."
+        )
+
+
 def _hidden_and_head(
     params: Params, shard: Shard, cfg: LlamaConfig, table: Table, mesh: Mesh, options: Options
 ) -> tuple[Tensor, Tensor]:
-    check_layout(cfg, mesh=mesh, table=table, seq_len=shard.seq_len)
+    _check(cfg, shard, table, mesh, options)
     dtype = options.get("dtype")
     (embed_VD,) = in_use(params, ("embed",), cfg, table, mesh, dtype)  # also when it is the head too
     x_BSD = _hidden(params, embed_VD, shard, cfg, table, mesh, options)

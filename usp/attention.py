@@ -64,10 +64,11 @@ def attention(
     shapes, boundaries or options that do not fit, before any communication.
     """
     _check_shapes(q, k, v)
-    if exchange not in RINGS:
-        raise ValueError(f"exchange={exchange!r} must be one of {', '.join(RINGS)}. Choose one of them.")
-    place = _ring_of(q, k, table, mesh, exchange)
-    mask = _mask_of(q, cu_seqlens, place.degree, causal, window, softcap, scale)
+    place = ring_of(q.shape[1], q.shape[2], k.shape[2], table, mesh, exchange)
+    mask = mask_of(
+        q.shape[0], q.shape[1] * place.degree, place.degree, cu_seqlens=cu_seqlens, causal=causal,
+        window=window, softcap=softcap, scale=1 / math.sqrt(q.shape[3]) if scale is None else scale,
+    )  # fmt: skip
     if sinks is not None and sinks.shape != q.shape[2:3]:
         raise ValueError(
             f"sinks={tuple(sinks.shape)} must hold one score per head of this rank, got q={tuple(q.shape)}. "
@@ -95,7 +96,12 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
-def _ring_of(q: Tensor, k: Tensor, table: Table | None, mesh: MeshLike | None, exchange: str) -> Ring:
+def ring_of(
+    length: int, num_heads: int, num_kv_heads: int, table: Table | None, mesh: MeshLike | None, exchange: str
+) -> Ring:
+    """Where this rank sits in the ring that `table` makes; `length`: tokens of a row on one rank."""
+    if exchange not in RINGS:
+        raise ValueError(f"exchange={exchange!r} must be one of {', '.join(RINGS)}. Choose one of them.")
     if (table is None) != (mesh is None):
         raise ValueError("table and mesh must be given together, got one of them. Pass both or neither.")
     axes = () if table is None or mesh is None else ring_axes(table, mesh)
@@ -114,41 +120,37 @@ def _ring_of(q: Tensor, k: Tensor, table: Table | None, mesh: MeshLike | None, e
             f"Give one of them size 1, or move it to the heads."
         )
     degree = ring_degree(table, mesh)
-    if q.shape[1] % 2:
+    if length % 2:
         raise ValueError(
-            f"S={q.shape[1]} on one rank must be even for a ring, got ring degree={degree}. "
+            f"S={length} on one rank must be even for a ring, got ring degree={degree}. "
             f"Let shard_batch pad the sequence to a multiple of {unit(degree)}."
         )
-    gather = exchange == "gather" or (exchange == "auto" and ring.gather_pays(q.shape[2], k.shape[2], degree))
+    gather = exchange == "gather" or (
+        exchange == "auto" and ring.gather_pays(num_heads, num_kv_heads, degree)
+    )
     return Ring(group_name(mesh, axes[0]), degree, coordinates(mesh)[axes[0]], gather)
 
 
-def _mask_of(
-    q: Tensor,
-    cu_seqlens: Tensor | None,
+def mask_of(
+    rows: int,
+    length: int,
     degree: int,
-    causal: bool,
-    window: int | None,
-    softcap: float | None,
-    scale: float | None,
+    *,
+    cu_seqlens: Tensor | None,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    scale: float,
 ) -> Mask:
-    rows, length = q.shape[0], q.shape[1] * degree
+    """The mask of `rows` whole sequences of `length` tokens that `degree` ranks share."""
     for name, value in (("window", window), ("softcap", softcap)):
         if value is not None and not value > 0:
             raise ValueError(f"{name}={value} must be above 0. Leave it out for none.")
     edges = tuple(range(0, rows * length + 1, length))
     if cu_seqlens is not None:
         edges = _boundaries(cu_seqlens, edges)
-    return Mask(
-        edges=edges,
-        num_rows=rows,
-        seq_len=length,
-        causal=causal,
-        window=None if window is None or window >= length else window,
-        scale=1 / math.sqrt(q.shape[3]) if scale is None else scale,
-        softcap=softcap or 0.0,
-        ring=degree,
-    )
+    window = None if window is None or window >= length else window
+    return Mask(edges, rows, length, causal, window, scale, softcap or 0.0, degree)
 
 
 def _boundaries(cu_seqlens: Tensor, row_edges: tuple[int, ...]) -> tuple[int, ...]:

@@ -36,7 +36,7 @@ SCHEMES = {**TABLES, "mine": MINE}
 
 
 class Run(NamedTuple):
-    """One parity run: degrees, table, key of the model, key of the batch, remat."""
+    """One parity run: degrees, table, key of the model, key of the batch, remat, parts of heads."""
 
     dp: int
     ring: int
@@ -45,6 +45,7 @@ class Run(NamedTuple):
     model: str
     case: str
     remat: str
+    head_chunks: int = 1
 
 
 class Result(NamedTuple):
@@ -53,11 +54,13 @@ class Result(NamedTuple):
     logits: Tensor
 
 
-def run(params: Params, cfg: Any, mesh: Any, table: Any, case: str, remat: str) -> Result:
+def run(
+    params: Params, cfg: Any, mesh: Any, table: Any, case: str, remat: str, head_chunks: int = 1
+) -> Result:
     shard = shard_batch(two_rows(case), table=table, mesh=mesh)
 
     def objective(p: Params) -> Tensor:
-        return loss(p, shard, cfg, table=table, mesh=mesh, remat=remat)
+        return loss(p, shard, cfg, table=table, mesh=mesh, remat=remat, head_chunks=head_chunks)
 
     value, grads = value_and_grad(objective)(params)
     value = value.detach().clone()
@@ -82,6 +85,6 @@ def on_rank(rank: int, world: int, folder: Path, runs: list[Run]) -> list[Result
     for one in runs:
         mesh = build_mesh(dp=one.dp, ring=one.ring, ulysses=one.ulysses)
         cfg, params = from_hf(folder / one.model, table=SCHEMES[one.table], mesh=mesh, dtype=torch.float64)
-        result = run(params, cfg, mesh, SCHEMES[one.table], one.case, one.remat)
+        result = run(params, cfg, mesh, SCHEMES[one.table], one.case, one.remat, one.head_chunks)
         results.append(result if rank == 0 else Result(result.loss, {}, result.logits[:0]))
     return results

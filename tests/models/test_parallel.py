@@ -99,6 +99,9 @@ RUNS = {
         Run(2, 1, 1, "replicated", "untied", "packed", "full"),
         Run(1, 1, 2, "replicated", "tied", "packed", "full"),
         Run(1, 1, 2, "mine", "biases", "packed", "none"),
+        Run(1, 1, 2, "ulysses", "biases", "packed", "none", 2),
+        Run(1, 1, 2, "ulysses", "tied", "packed", "attention", 4),  # 5 and 4 heads of 3 kv heads, in 4 parts
+        Run(1, 2, 1, "ring", "qwen3", "packed", "full", 4),
     ],
     4: [
         Run(1, 1, 4, "ulysses", "tied", "packed", "full"),
@@ -112,6 +115,9 @@ RUNS = {
         Run(1, 2, 2, "odysseus", "untied", "whole rows", "full"),
         Run(2, 1, 2, "usp", "qwen3", "packed", "none"),
         Run(2, 1, 2, "mine", "untied", "packed", "full"),
+        Run(1, 1, 4, "ulysses", "tied", "packed", "attention", 2),
+        Run(1, 1, 4, "ulysses", "untied", "packed", "none", 2),  # 2, 2, 1 and 1 heads in 2 parts
+        Run(1, 2, 2, "usp", "tied", "whole rows", "attention", 3),
     ],
 }
 

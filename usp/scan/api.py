@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ def scan(
     x: Tensor,
     layers: Sequence[Any],
     *consts: Any,
+    each: Sequence[Mapping[str, Any]] = (),
     remat: str = "none",
     group: int = 1,
     offload: str = "none",
@@ -34,6 +35,7 @@ def scan(
     """x = block(x, layer, *consts) for every layer, the counterpart of `lax.scan` with `jax.checkpoint`.
 
     `layers` are pytrees of tensors and None, all alike; `consts` are tensors or None and get no gradient.
+    `each`, if given, holds further keyword arguments of the block for every layer, which are no tensors.
 
     remat="none" keeps what autograd keeps, and allows any transform. "full" keeps each block's input and runs
     the block again in the backward; "attention" too, but calls the block with `kept=`, a `usp.kept.Kept`,
@@ -55,6 +57,8 @@ def scan(
     """
     _check_options(remat, group, offload, arena)
     check_no_grad("consts", consts)
+    if each and len(each) != len(layers):
+        raise ValueError(f"each={len(each)} must go with layers={len(layers)}. Give one mapping per layer.")
     under_func = _under_func()
     if compile is not None:
         if under_func and remat == "none":
@@ -64,8 +68,8 @@ def scan(
             )
         block = compile(block)
     if remat == "none" or not layers:
-        for layer in layers:
-            x = block(x, _used(layer, gather), *consts)
+        for i, layer in enumerate(layers):
+            x = block(x, _used(layer, gather), *consts, **(each[i] if each else {}))
         return x
     if not torch.compiler.is_compiling():
         check_no_grad("block", held(block))
@@ -81,6 +85,7 @@ def scan(
         gather=gather,
         memory=memory,
         device=x.device,
+        each=each,
     )
     if not torch.is_grad_enabled() and not under_func:
         return run.forward(x, leaves, consts, keep=False)

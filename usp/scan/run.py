@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -56,6 +56,7 @@ class Run:
     gather: Gather | None
     memory: Memory
     device: torch.device
+    each: Sequence[Mapping[str, Any]] = ()
     autocast: Autocast = field(default_factory=Autocast)
     random: list[Random] = field(default_factory=list)
     kept_trees: list[Any] = field(default_factory=list)
@@ -157,7 +158,9 @@ class Run:
         return grad_x, [next(found) if w else None for w in want]
 
     def _call(self, i: int, x: Tensor, leaves: list[Any], consts: Sequence[Any], kept: Kept) -> Tensor:
-        more = {"kept": kept} if self.with_kept else {}
+        more: dict[str, Any] = {"kept": kept} if self.with_kept else {}
+        if self.each:
+            more.update(self.each[i])
         return self.block(x, pytree.tree_unflatten(leaves, self.trees[i]), *consts, **more)
 
     def _ahead(self, layers: list[list[Any]], order: Sequence[int]) -> Iterator[list[Any]]:
