@@ -28,7 +28,9 @@ class Train:
     steps: int = 100
     """Optimizer steps. The data starts again, in a new order, when an epoch ends."""
     batch_size: int | None = None
-    """Rows of one step over all ranks, a multiple of dp. Default: dp."""
+    """Rows of one step over all ranks, a multiple of dp * accumulate. Default: dp * accumulate."""
+    accumulate: int = 1
+    """Parts that a step's rows are worked on in, one after the other. Changes memory, not the result."""
 
     ulysses: int = 1
     """Ranks that cut one sequence and exchange it for attention heads by all-to-all."""
@@ -51,8 +53,15 @@ class Train:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Computation and exported weights; weights and optimizer state stay float32 while training.
     auto: bfloat16 on a GPU, float32 on a CPU."""
-    remat: Literal["none", "full"] = "full"
-    """full: keep only each layer's input and compute the layer again for its gradient."""
+    remat: Literal["none", "full", "attention"] = "full"
+    """full: keep only each layer's input and compute the layer again for its gradient. attention: keep the
+    attention output too, and do not compute that again."""
+    group: int = 1
+    """Keep only the input of every group-th layer; the others are found by running the group once more."""
+    offload: Literal["none", "host"] = "none"
+    """host: what is kept for the backward waits in the host's memory."""
+    mlp_tile: int | None = None
+    """Tokens that the MLP sees at a time. Default: all of them."""
 
     seed: int = 0
     """Decides the order of the documents."""

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
 
 from usp import (
@@ -26,6 +25,8 @@ from usp import (
     shard_batch,
     value_and_grad,
 )
+from usp.accumulate import accumulate, split_batch
+from usp.arena import Arena
 from usp.mesh import TABLES, Table, build_mesh
 from usp.mesh.devices import check_world_size
 from usp.tools import text
@@ -53,7 +54,7 @@ def flag(name: str) -> str:
 
 def check_config(cfg: Train, world: int) -> None:
     """The rules that need no file. Raises ValueError."""
-    for name in ("dp", "ring", "ulysses", "steps", "log_every"):
+    for name in ("dp", "ring", "ulysses", "steps", "log_every", "accumulate", "group"):
         if getattr(cfg, name) < 1:
             raise ValueError(f"{name}={getattr(cfg, name)} must be at least 1. Change --{flag(name)}.")
     check_world_size(world, dp=cfg.dp, ring=cfg.ring, ulysses=cfg.ulysses)
@@ -71,10 +72,18 @@ def check_config(cfg: Train, world: int) -> None:
             f"seq_len={cfg.seq_len} must be at least {shortest}, got ring={cfg.ring} ulysses={cfg.ulysses}. "
             "Use a longer --seq-len."
         )
-    if cfg.batch_size is not None and (cfg.batch_size < 1 or cfg.batch_size % cfg.dp):
+    parts = cfg.dp * cfg.accumulate
+    if cfg.batch_size is not None and (cfg.batch_size < 1 or cfg.batch_size % parts):
         raise ValueError(
-            f"batch_size={cfg.batch_size} must be a multiple of dp, got dp={cfg.dp}. "
-            "Change --batch-size or --dp."
+            f"batch_size={cfg.batch_size} must be a multiple of dp * accumulate, got dp={cfg.dp} "
+            f"accumulate={cfg.accumulate}. Change --batch-size, --dp or --accumulate."
+        )
+    if cfg.mlp_tile is not None and cfg.mlp_tile < 1:
+        raise ValueError(f"mlp_tile={cfg.mlp_tile} must be at least 1. Change --mlp-tile.")
+    if cfg.remat == "none" and (cfg.group != 1 or cfg.offload != "none"):
+        raise ValueError(
+            f"remat=none must come without groups and offload, got group={cfg.group} offload={cfg.offload}. "
+            "Change --remat."
         )
     for name in ("lr", "warmup", "weight_decay", "max_norm"):
         if not getattr(cfg, name) >= 0:
@@ -115,7 +124,7 @@ def prepare(cfg: Train, ranks: Ranks) -> Setup:
         table=table,
         dtype=getattr(torch, auto if cfg.dtype == "auto" else cfg.dtype),
         data=text.Packed(docs=docs, seq_len=cfg.seq_len, seed=cfg.seed),
-        num_rows=cfg.batch_size or cfg.dp,
+        num_rows=cfg.batch_size or cfg.dp * cfg.accumulate,
     )
 
 
@@ -128,17 +137,20 @@ def make_step(cfg: Train, setup: Setup, mesh: Mesh, device: torch.device) -> Cal
     """One training step: `step(params, state, batch, lr)` updates parameters and optimizer state in place."""
     specs = models.param_specs(setup.model, setup.table)
 
+    arena = Arena() if cfg.offload == "host" else None
+
     def loss_fn(params: models.Params, shard: Shard) -> torch.Tensor:
-        params = tree_map_only(
-            torch.Tensor, lambda p: p.to(setup.dtype), params
-        )  # gradients come back float32
-        return models.loss(params, shard, setup.model, table=setup.table, mesh=mesh, remat=cfg.remat)
+        return models.loss(
+            params, shard, setup.model, table=setup.table, mesh=mesh, dtype=setup.dtype, remat=cfg.remat,
+            group=cfg.group, offload=cfg.offload, arena=arena, mlp_tile=cfg.mlp_tile,
+        )  # fmt: skip
 
     loss_and_grads = value_and_grad(loss_fn)
 
     def step(params: Any, state: Any, batch: Batch, lr: float) -> StepResult:
-        shard = shard_batch(batch, table=setup.table, mesh=mesh, device=device)
-        loss, grads = loss_and_grads(params, shard)
+        parts = split_batch(batch, cfg.accumulate)
+        shards = [shard_batch(part, table=setup.table, mesh=mesh, device=device) for part in parts]
+        loss, grads = accumulate(loss_and_grads, params, shards)
         grads = reduce_grads(grads, specs, mesh)
         grads, norm = clip_by_global_norm(grads, specs, mesh, cfg.max_norm or float("inf"))
         adamw_update(params, grads, state, lr=lr, weight_decay=cfg.weight_decay)

@@ -129,7 +129,10 @@ def test_a_fault_only_one_rank_sees_ends_all(run: Run, tmp_path: Path) -> None:
 def test_rules_between_options() -> None:
     base = Train(model=Path("m"), data=(Path("d"),), out=Path("/none/out"), seq_len=64)
     cases: list[tuple[dict[str, Any], int, str]] = [
-        ({"dp": 2, "batch_size": 3}, 2, "batch_size=3 must be a multiple of dp, got dp=2"),
+        ({"dp": 2, "batch_size": 3}, 2, r"batch_size=3 must be a multiple of dp \* accumulate, got dp=2"),
+        ({"accumulate": 2, "batch_size": 3}, 1, "got dp=1 accumulate=2"),
+        ({"remat": "none", "group": 2}, 1, "remat=none must come without groups"),
+        ({"mlp_tile": 0}, 1, "mlp_tile=0 must be at least 1"),
         ({"steps": 0}, 1, "steps=0 must be at least 1"),
         ({"lr": -1.0}, 1, r"lr=-1.0 must be a number of 0 or more"),
         ({"lr": float("nan")}, 1, r"lr=nan must be a number of 0 or more"),
