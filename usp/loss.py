@@ -53,6 +53,32 @@ def _d_logits(logits_TV: Tensor, valid_T: Tensor, index_T: Tensor) -> Tensor:
     return (torch.softmax(logits_TV, -1) - target) * valid_T.to(logits_TV.dtype).unsqueeze(-1)
 
 
+def _transformed() -> bool:
+    """Whether torch.func or torch.compile is at work, under which nothing is written in place."""
+    functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    return torch.compiler.is_compiling() or functorch.peek_interpreter_stack() is not None
+
+
+def _first_gradients(
+    x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, grad: Tensor, tile: int
+) -> tuple[Tensor, Tensor, None, None]:
+    """What `backward` computes, for no further derivative: written over itself, two tiles of logits at most
+    and one gradient of `weight` in the wide dtype."""
+    grads_x, sums = [], None
+    for x, labels in _tiles(tile, x_TD, labels_T):
+        logits, valid, index = _tile_logits(x, weight_VD, labels)
+        d_logits = torch.softmax(logits, -1)
+        del logits
+        d_logits = d_logits.scatter_add_(-1, index.unsqueeze(-1), -torch.ones_like(d_logits[:, :1]))
+        d_logits = d_logits.mul_((valid.to(d_logits.dtype) * grad).unsqueeze(-1))
+        part = d_logits.to(x.dtype)
+        grads_x.append(part @ weight_VD)
+        part = part.T @ x
+        sums = part.to(d_logits.dtype) if sums is None else sums.add_(part)
+    assert sums is not None
+    return torch.cat(grads_x), sums.to(weight_VD.dtype), None, None
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """Derivatives are written in plain operations, so they can be differentiated again."""
 
@@ -77,6 +103,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None, None]:
         x_TD, weight_VD, labels_T = ctx.saved_tensors
+        if not torch.is_grad_enabled() and not _transformed():
+            return _first_gradients(x_TD, weight_VD, labels_T, grads[0], ctx.tile)
         grads_x = []
         grad_weight: Tensor | None = None
         for x, labels in _tiles(ctx.tile, x_TD, labels_T):

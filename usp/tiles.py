@@ -32,8 +32,8 @@ def tiled(
         check_no_grad("fn", held(fn))
     leaves, tree = pytree.tree_flatten(weights)
     flat = x.reshape(-1, x.shape[-1])
-    out = _Tiled.apply(_Job(fn, tree, tile, value), flat, *leaves)  # type: ignore[no-untyped-call]
-    return cast(Tensor, out).view(*x.shape[:-1], -1)
+    out: Any = _Tiled.apply(_Job(fn, tree, tile, value), flat, *leaves)  # type: ignore[no-untyped-call]
+    return cast(Tensor, out.view(*x.shape[:-1], out.shape[-1]))
 
 
 @dataclass

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.func import grad, hessian, jvp, vmap
+from torch.func import grad, hessian, jvp, vjp, vmap
 
 import usp.loss
 from tests.usp.dense import Watch, normal
@@ -107,6 +107,29 @@ def test_memory_of_one_tile() -> None:
     with Watch() as dense:
         value_and_grad(lambda x, w: whole(x, w, labels), BOTH)(x, weight)
     assert dense.largest == TOKENS * VOCAB  # the measurement sees it where it exists
+
+
+def test_gradients_over_two_tiles_of_logits() -> None:
+    # case H66: first gradients hold one gradient of the weight, its tile's part, and two tiles of logits
+    x, weight, labels = data()
+    peaks = {}
+    for tile in (4, 8):
+        with Watch() as watch:
+            value_and_grad(lambda x, w, t=tile: linear_cross_entropy(x, w, labels, tile=t), BOTH)(x, weight)
+        peaks[tile] = watch.peak
+        held = 2 * weight.nbytes + 3 * x.nbytes  # x's gradient in tiles and joined
+        assert watch.peak <= held + 3 * tile * VOCAB * 8
+    assert peaks[4] < peaks[8]
+
+
+def test_no_grad_inside_vmap() -> None:
+    x, weight, labels = data()
+    pull = vjp(lambda x, w: linear_cross_entropy(x, w, labels, tile=8), x, weight)[1]
+    factors = torch.tensor([1.0, -2.0], dtype=torch.float64)
+    with torch.no_grad():
+        many = vmap(pull)(factors)
+    for got, want in zip(many, pull(torch.ones((), dtype=torch.float64)), strict=True):
+        assert close(got[1], -2 * want)
 
 
 def test_tiles_do_not_depend_on_the_data() -> None:
