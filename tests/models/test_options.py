@@ -1,0 +1,120 @@
+"""Options change what is kept, moved and run again, never the loss or a gradient."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from tests.mesh.test_bundle import counts
+from tests.models.batches import ONE, TABLE, two_rows
+from tests.pool import Pool
+from usp import reduce_grads, shard_batch, value_and_grad
+from usp.arena import Arena
+from usp.mesh import TABLES, P, build_mesh, redistribute
+from usp.models import LlamaConfig, abstract, init, loss, map_params, named_leaves, param_specs
+
+CFG = LlamaConfig(
+    vocab_size=101,
+    hidden_size=60,
+    intermediate_size=84,
+    num_layers=3,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=10,
+    qkv_bias=True,
+    init_std=0.1,
+)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "full": {"remat": "full"},
+    "attention": {"remat": "attention"},
+    "attention, groups": {"remat": "attention", "group": 2},
+    "offloaded": {"remat": "attention", "offload": "host"},
+    "tiles": {"remat": "none", "mlp_tile": 5},
+    "everything": {"remat": "attention", "group": 2, "offload": "host", "mlp_tile": 5},
+}
+# float64: tiles add the same terms in another order, a few units of 2e-16 of the largest entry; the rest is
+# the same to the last bit
+ROUNDING = 1e-13
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Pool]:
+    pool = Pool(4)
+    yield pool
+    pool.stop()
+
+
+def step(params: Any, mesh: Any, table: Any, **options: Any) -> tuple[Tensor, Any]:
+    shard = shard_batch(two_rows("packed"), table=table, mesh=mesh)
+    if options.get("offload") == "host":
+        options["arena"] = Arena()
+    return value_and_grad(lambda p: loss(p, shard, CFG, table=table, mesh=mesh, **options))(params)
+
+
+def close(got: Any, want: Any, tolerance: float) -> None:
+    for (name, g), (_, w) in zip(named_leaves(got), named_leaves(want), strict=True):
+        assert g.dtype == w.dtype
+        assert (g - w).abs().max() <= tolerance * w.abs().max(), name
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_same_gradients(name: str) -> None:
+    params = init(CFG, seed=1, dtype=torch.float64)
+    want_loss, want = step(params, ONE, TABLE)
+    got_loss, got = step(params, ONE, TABLE, **OPTIONS[name])
+    assert abs(got_loss - want_loss) <= ROUNDING * want_loss
+    close(got, want, ROUNDING)
+
+
+def on_ranks(dp: int, ulysses: int, name: str, options: dict[str, Any]) -> None:
+    table, mesh = TABLES[name], build_mesh(dp=dp, ulysses=ulysses)
+    params = init(CFG, seed=1, dtype=torch.float64, table=table, mesh=mesh)
+    with CommDebugMode() as mode:
+        _, grads = step(params, mesh, table, **options)
+    seen = counts(mode)
+    # the layers' gathers, one for the embedding and one for the final norm and the head, and their mirrors
+    again = 0 if options["remat"] == "none" else 3 + (3 - -(-3 // options.get("group", 1)))
+    if table.rest["wq"].axes:
+        assert seen.pop("all_gather") == 3 + again + 2
+        assert seen.pop("reduce_scatter") == 3 + 2
+    if ulysses > 1 and name == "ulysses":
+        assert seen.pop("all_to_all") == 3 * 4 + 2 * again
+    assert not seen
+    specs = param_specs(CFG, table)
+
+    def whole(_: str, grad: Tensor, spec: P, leaf: Any) -> Tensor:
+        return redistribute(grad, spec, P(*(None for _ in leaf.shape)), mesh, shape=leaf.shape)
+
+    got = map_params(whole, reduce_grads(grads, specs, mesh), specs, abstract(CFG))
+    want = step(init(CFG, seed=1, dtype=torch.float64), ONE, TABLE)[1]
+    close(got, want, 1e-12)  # sums over ranks, and through softmax, in another order
+
+
+@pytest.mark.parametrize("case", ["full", "attention, groups", "offloaded"])
+@pytest.mark.parametrize(("dp", "ulysses"), [(2, 2), (1, 4)])
+def test_collectives(dp: int, ulysses: int, case: str, ranks: Pool) -> None:
+    ranks.run(on_ranks, dp, ulysses, "ulysses", OPTIONS[case])
+
+
+def test_replicated_at_rest(ranks: Pool) -> None:
+    # cases D1, D2, D17: parameters on every rank
+    ranks.run(on_ranks, 2, 2, "replicated", {"remat": "full"})
+
+
+def test_computing_in_another_dtype() -> None:
+    """float32 at rest, bfloat16 in use: as with the whole tree cast, gradients in float32."""
+    params = init(CFG, seed=1)
+
+    def cast(p: Any) -> Tensor:
+        shard = shard_batch(two_rows("packed"), table=TABLE, mesh=ONE)
+        narrow = map_params(lambda _, t: t.bfloat16(), p)
+        return loss(narrow, shard, CFG, table=TABLE, mesh=ONE)
+
+    want_loss, want = value_and_grad(cast)(params)
+    for remat in ("none", "full", "attention"):
+        got_loss, got = step(params, ONE, TABLE, dtype=torch.bfloat16, remat=remat)
+        assert torch.equal(got_loss, want_loss)
+        close(got, want, 0.0)
