@@ -9,6 +9,7 @@ from usp.models.config import LlamaConfig
 from usp.models.params import abstract, named_leaves
 
 _TOP = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "lm_head": "lm_head.weight"}
+EMBED, HEAD = _TOP["embed"], _TOP["lm_head"]
 _BLOCK = {
     "norm_attn": "input_layernorm.weight",
     "wq": "self_attn.q_proj.weight",
@@ -52,8 +53,6 @@ def hf_map(cfg: LlamaConfig, stored: Collection[str] = ()) -> dict[str, list[str
     embedding's name (usual), the head's name, or both.
     """
     names = {dotted: [hf_name(dotted)] for dotted, _ in named_leaves(abstract(cfg))}
-    head = _TOP["lm_head"]
-    if cfg.tie_embeddings and head in stored:
-        embed = _TOP["embed"]
-        names["embed"] = [embed, head] if embed in stored else [head]
+    if cfg.tie_embeddings and HEAD in stored:
+        names["embed"] = [EMBED, HEAD] if EMBED in stored else [HEAD]
     return names

@@ -2,80 +2,78 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass
+import shlex
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+from usp.models.safefile import DTYPES, PIECE, Damaged, Stored, load_json, read_header, read_slice
+
 _PICKLE = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _SHOWN = 6
 
 
-@dataclass(frozen=True)
-class Stored:
-    """Where a tensor is and what its header says; `dtype` in safetensors' spelling."""
-
-    file: str
-    shape: tuple[int, ...]
-    dtype: str
-
-
+@dataclass
 class Checkpoint:
-    """The tensors of a directory. Only headers are read until `read` asks for a slice."""
+    """The tensors of a directory. Only headers are read until `read` asks for a slice.
 
-    def __init__(self, root: Path, tensors: dict[str, Stored]) -> None:
-        self.root = root
-        self.tensors = tensors
-        self._name = ""
-        self._open: Any = None
+    `problems`: everything wrong with the files. `lost`: tensors that the index puts into files that cannot be
+    read; None: a whole checkpoint is lost with them. `num_read`: bytes of tensors read so far. `not_finite`:
+    names of tensors with NaN or infinite values in what was read.
+    """
 
-    def read(self, name: str, slices: tuple[slice, ...]) -> Tensor:
-        """That part of one tensor, in its stored dtype. ValueError when the bytes cannot be read."""
-        file = self.tensors[name].file
-        try:
-            if file != self._name:  # tensors come in file order mostly: one open file is enough
-                self._open, self._name = safe_open(self.root / file, framework="pt"), file
-            part: Tensor = self._open.get_slice(name)[slices]
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{self.root / file}: tensor {name!r} cannot be read: {error}.") from error
+    root: Path
+    tensors: dict[str, Stored] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    lost: set[str] | None = field(default_factory=set)
+    num_read: int = 0
+    not_finite: set[str] = field(default_factory=set)
+
+    def read(self, name: str, slices: Sequence[slice]) -> Tensor:
+        """That part of one tensor, in its stored dtype and memory of its own. OSError if it cannot be."""
+        stored = self.tensors[name]
+        part = read_slice(self.root / stored.file, stored, slices)
+        self.num_read += part.nbytes
+        flat, step = part.view(-1), PIECE // part.itemsize
+        pieces = (flat[start : start + step] for start in range(0, flat.numel(), step))
+        if name not in self.not_finite and not all(bool(piece.isfinite().all()) for piece in pieces):
+            self.not_finite.add(name)
         return part
+
+    def read_whole(self, name: str) -> Tensor:
+        return self.read(name, [slice(0, size) for size in self.tensors[name].shape])
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, stem: str = "model") -> Checkpoint:
     """Headers of `<stem>.safetensors`, or of all files in `<stem>.safetensors.index.json`.
 
-    One ValueError names every damaged or missing file and every entry of the index that disagrees with the
-    files. Pickle checkpoints are never loaded.
+    What is damaged, missing or disagrees with the index is in the result's `problems`, all of it. ValueError
+    when there is no directory. Pickle checkpoints are never loaded.
     """
-    root = _directory(path)
+    root = directory(path)
+    found = Checkpoint(root)
     single, index = root / f"{stem}.safetensors", root / f"{stem}.safetensors.index.json"
+    weight_map: dict[str, str] | None = None
     if single.exists() and index.exists():
-        raise ValueError(
-            f"{root} must hold one checkpoint, got both {single.name} and {index.name}. Remove the stale one."
-        )
-    if not single.exists() and not index.exists():
-        raise ValueError(_nothing(root, single.name))
-    problems: list[str] = []
-    weight_map = _read_index(index, problems) if index.exists() else None
-    files = [single.name] if weight_map is None else sorted(set(weight_map.values()))
-    tensors: dict[str, Stored] = {}
-    for file in files:
-        _read_header(root, file, tensors, problems)
-    if weight_map is not None and not problems:
-        _compare_index(weight_map, tensors, problems)
-    if problems:
-        raise ValueError(f"checkpoint {root} is damaged: {'; '.join(problems)}.")
-    return Checkpoint(root, tensors)
+        found.problems.append(f"got both {single.name} and {index.name}. Remove the stale one")
+        found.lost = None
+    elif index.exists():
+        weight_map = _read_index(index, found)
+        for file in sorted(set(weight_map.values())):
+            _add(file, found, [name for name, f in weight_map.items() if f == file])
+        _compare_index(weight_map, found)
+    elif single.exists():
+        _add(single.name, found, None)
+    else:
+        found.problems.append(_nothing(root, single.name))
+        found.lost = None
+    return found
 
 
-def _directory(path: str | os.PathLike[str]) -> Path:
+def directory(path: str | os.PathLike[str]) -> Path:
     root = Path(path)
     if not root.is_dir():
         raise ValueError(
@@ -89,53 +87,71 @@ def _nothing(root: Path, wanted: str) -> str:
     pickles = sorted(p.name for p in root.iterdir() if p.suffix in _PICKLE)
     if pickles:
         return (
-            f"{root} holds only pickle checkpoints ({shorten(pickles)}), which can run code when loaded "
-            "and are never read. Save the model with safetensors first."
+            f"{root} holds only pickle checkpoints ({shorten(pickles)}), which can run code when loaded and "
+            f"are never read. If you trust their origin, convert them first: {_command(root)}"
         )
-    return f"{root} must hold {wanted} or {wanted}.index.json, got neither. Check the directory."
+    return f"{root} must hold {wanted} or {wanted}.index.json, got neither. Check the directory"
 
 
-def _read_index(index: Path, problems: list[str]) -> dict[str, str]:
+def _command(root: Path) -> str:
+    """Turns a pickle checkpoint into safetensors; Transformers loads tensors only, no other objects."""
+    code = (
+        "from transformers import AutoModelForCausalLM as M; "
+        f"M.from_pretrained({str(root)!r}, dtype='auto').save_pretrained({f'{root}-safetensors'!r})"
+    )
+    return f"python -c {shlex.quote(code)}"
+
+
+def _read_index(index: Path, found: Checkpoint) -> dict[str, str]:
     """tensor name -> file name, files inside the directory only."""
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = load_json(index.read_bytes())["weight_map"]
         pairs = dict(weight_map.items())
-        if not pairs or not all(isinstance(v, str) for v in pairs.values()):
+        if not pairs or not all(isinstance(value, str) for value in pairs.values()):
             raise TypeError("weight_map must name a file for each tensor")
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        raise ValueError(
-            f"{index} must be an index with a weight_map, got {error!r}. Restore the file."
-        ) from error
+        found.problems.append(f"{index.name} must be an index with a weight_map, got {error!r}")
+        found.lost = None
+        return {}
     for file in sorted(set(pairs.values())):
         pure = PurePosixPath(file)
-        if pure.is_absolute() or ".." in pure.parts or "\\" in file or pure.suffix != ".safetensors":
-            problems.append(f"index entry {file!r} must be a .safetensors file inside the directory")
+        inside = not pure.is_absolute() and ".." not in pure.parts and "\\" not in file and file.isprintable()
+        if not inside or pure.suffix != ".safetensors":
+            found.problems.append(f"index entry {file!r} must be a .safetensors file inside the directory")
+            _lose(found, [name for name, f in pairs.items() if f == file])
             pairs = {name: f for name, f in pairs.items() if f != file}
     return pairs
 
 
-def _read_header(root: Path, file: str, tensors: dict[str, Stored], problems: list[str]) -> None:
-    if not (root / file).is_file():
-        problems.append(f"file {file} is missing")
-        return
+def _add(file: str, found: Checkpoint, listed: Collection[str] | None) -> None:
     try:
-        with safe_open(root / file, framework="pt") as handle:
-            for name in handle.keys():  # noqa: SIM118 - not a mapping
-                view = handle.get_slice(name)
-                if name in tensors:
-                    problems.append(f"tensor {name} is in both {tensors[name].file} and {file}")
-                tensors[name] = Stored(file, tuple(view.get_shape()), view.get_dtype())
-    except (SafetensorError, OSError) as error:
-        problems.append(f"file {file} is truncated or damaged ({error})")
+        tensors = read_header(found.root, file)
+    except FileNotFoundError:
+        found.problems.append(f"file {file} is missing")
+        return _lose(found, listed)
+    except (Damaged, OSError) as error:
+        found.problems.append(f"file {file} is truncated or damaged: {error}")
+        return _lose(found, listed)
+    for name, stored in tensors.items():
+        if name in found.tensors:
+            found.problems.append(f"tensor {name} is in both {found.tensors[name].file} and {file}")
+        found.tensors[name] = stored
 
 
-def _compare_index(weight_map: dict[str, str], tensors: dict[str, Stored], problems: list[str]) -> None:
-    absent = [n for n, file in weight_map.items() if n not in tensors or tensors[n].file != file]
-    unlisted = [n for n in tensors if n not in weight_map]
+def _lose(found: Checkpoint, names: Collection[str] | None) -> None:
+    found.lost = None if names is None or found.lost is None else found.lost | set(names)
+
+
+def _compare_index(weight_map: Mapping[str, str], found: Checkpoint) -> None:
+    lost = found.lost or set()
+    there = {name: stored.file for name, stored in found.tensors.items()}
+    absent = [n for n, file in weight_map.items() if there.get(n) != file and n not in lost]
+    unlisted = [n for n in there if n not in weight_map and n not in lost]
     if absent:
-        problems.append(f"the index names tensors that are not in their file: {shorten(absent)}")
-    if unlisted:
-        problems.append(f"the files hold tensors that the index does not name: {shorten(unlisted)}")
+        found.problems.append(f"the index names tensors that are not in their file: {shorten(absent)}")
+        _lose(found, absent)
+    if unlisted and weight_map:
+        found.problems.append(f"the files hold tensors that the index does not name: {shorten(unlisted)}")
 
 
 def shorten(names: Iterable[str]) -> str:
@@ -145,18 +161,18 @@ def shorten(names: Iterable[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-def check_tensors(
-    checkpoint: Checkpoint, wanted: dict[str, tuple[int, ...]], *, ignored: Iterable[str] = ()
-) -> None:
-    """Exactly the tensors of `wanted`, name -> shape, in floating point. ValueError names each difference."""
-    skipped = set(ignored)
+def tensor_problems(
+    checkpoint: Checkpoint, wanted: Mapping[str, tuple[int, ...]], *, ignored: Iterable[str] = ()
+) -> list[str]:
+    """How the checkpoint differs from exactly the tensors of `wanted`, name -> shape, in floating point."""
+    skipped, lost = set(ignored), checkpoint.lost
     have = {name: stored for name, stored in checkpoint.tensors.items() if name not in skipped}
-    missing = [name for name in wanted if name not in have]
+    missing = [] if lost is None else [n for n in wanted if n not in have and n not in lost]
     surplus = [name for name in have if name not in wanted]
     common = [name for name in wanted if name in have]
     shapes = [f"{n} {have[n].shape} instead of {wanted[n]}" for n in common if have[n].shape != wanted[n]]
     dtypes = [f"{n} {have[n].dtype}" for n in common if have[n].dtype not in DTYPES]
-    problems = [
+    return [
         f"{what} {shorten(names)}"
         for what, names in (
             ("missing tensors:", missing),
@@ -166,8 +182,3 @@ def check_tensors(
         )
         if names
     ]
-    if problems:
-        raise ValueError(
-            f"checkpoint {checkpoint.root} must hold the tensors of its config: {'; '.join(problems)}. "
-            "Correct config.json or the files."
-        )

@@ -1,25 +1,27 @@
-"""Writing a directory of safetensors files: planned first, streamed, and visible only when complete."""
+"""Writing a directory of safetensors files: streamed, sharded, and visible only when complete."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from tqdm import tqdm
 
-from usp.models.params import Mesh
+from usp.mesh.agree import Over, agree, gather_objects, place
+from usp.models.hf_files import write_json
+from usp.models.safefile import PIECE, bytes_of, make_header
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+Produce = Callable[[str], Tensor]
 
 
 @dataclass(frozen=True)
@@ -47,33 +49,15 @@ def parse_size(size: int | str) -> int:
     return count
 
 
-def is_lead(mesh: Mesh | None) -> bool:
-    """Whether this process writes: rank 0, or the only one."""
-    return not isinstance(mesh, DeviceMesh) or dist.get_rank() == 0
-
-
-@contextmanager
-def together(mesh: Mesh | None) -> Iterator[None]:
-    """An exception inside the block on any rank is raised on every rank. One small collective at the end."""
-    failure: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        failure = error
-    if isinstance(mesh, DeviceMesh) and mesh.size() > 1:
-        reports: list[tuple[str, str] | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(reports, failure and (_kind(failure), str(failure)))
-        if failure is None:
-            for rank, report in enumerate(reports):
-                if report is not None:
-                    kinds = {"ValueError": ValueError, "OSError": OSError}
-                    raise kinds.get(report[0], RuntimeError)(f"rank {rank}: {report[1]}")
-    if failure is not None:
-        raise failure
-
-
-def _kind(error: Exception) -> str:
-    return "ValueError" if isinstance(error, ValueError) else "OSError" if isinstance(error, OSError) else ""
+def check_new_folder(path: str | os.PathLike[str], *, name: str) -> Path:
+    """The absolute path. ValueError, calling it `name`, unless it is new or an empty folder."""
+    target = Path(path).absolute()
+    if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
+        raise ValueError(
+            f"{name}={path} must be new or an empty folder, got one with content or a file or link. "
+            f"Give another {name}."
+        )
+    return target
 
 
 def plan_files(entries: Sequence[Entry], *, stem: str, max_bytes: int) -> dict[str, list[Entry]]:
@@ -94,85 +78,146 @@ def plan_files(entries: Sequence[Entry], *, stem: str, max_bytes: int) -> dict[s
 def write_checkpoint(
     path: str | os.PathLike[str],
     entries: Sequence[Entry],
-    produce: Callable[[str], Tensor],
+    produce: Produce,
     *,
     stem: str,
     max_shard_size: int | str,
-    mesh: Mesh | None,
+    over: Over,
     finish: Callable[[Path], None],
+    shared: bool = False,
+    progress: bool = False,
 ) -> None:
     """Write `entries` as safetensors, then `finish(directory)` for the other files, then rename into place.
 
-    Every rank calls this; `produce(name)` is called on every rank in the same order and may communicate.
-    Rank 0 writes and holds the tensors of one file at a time. Raises on every rank: ValueError when the
-    target exists and is not an empty directory, OSError when writing fails; nothing is left behind.
+    Every rank calls this. `produce(name)` gives a whole tensor. By default it is called on every rank in the
+    same order, may communicate, and rank 0 writes; one tensor is held at a time. With `shared` it must not
+    communicate: files are dealt over the ranks, all of which must see the target's folder. Raises on every
+    rank: ValueError when the target exists and is not an empty folder, OSError when writing fails; nothing is
+    left behind. A killed process leaves a hidden folder beside the target, which a later call does not need.
     """
-    target = Path(path).absolute()
-    files = plan_files(entries, stem=stem, max_bytes=parse_size(max_shard_size))
-    scratch = target.parent / f".{target.name}.tmp-{os.getpid()}"
-    lead = is_lead(mesh)
-    with together(mesh):
-        if lead:
-            _check_target(target)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            scratch.mkdir()
+    rank, num_ranks = place(over)
+    lead = rank == 0
+    files = agree(lambda: plan_files(entries, stem=stem, max_bytes=parse_size(max_shard_size)), over)
+    outer = agree(lambda: _make_scratch(path) if lead else None, over)
+    mine = [f for i, f in enumerate(files) if (i % num_ranks == rank if shared else lead)]
     try:
-        _stream(files, produce, scratch if lead else None, mesh=mesh)
-        with together(mesh):
-            if lead:
-                _write_index(files, scratch, stem=stem)
-                finish(scratch)
-                _publish(scratch, target)
+        scratch = gather_objects(outer, over)[0] if shared else outer
+        total = sum(entry.num_bytes for file in mine for entry in files[file])
+        shown = progress and lead
+        with tqdm(total=total, unit="B", unit_scale=True, desc="write", disable=not shown) as bar:
+            if shared:
+                assert scratch is not None
+                agree(lambda: _write_own(scratch / "new", {f: files[f] for f in mine}, produce, bar), over)
+            else:
+                _write_together(scratch and scratch / "new", files, produce, bar, over)
+        agree(lambda: _publish(outer, Path(path).absolute(), files, stem, finish), over)
     finally:
-        if lead:
-            shutil.rmtree(scratch, ignore_errors=True)
+        if outer is not None:
+            shutil.rmtree(outer, ignore_errors=True)
 
 
-def _stream(
-    files: dict[str, list[Entry]],
-    produce: Callable[[str], Tensor],
-    scratch: Path | None,
-    *,
-    mesh: Mesh | None,
-) -> None:
-    """All ranks produce; rank 0 (`scratch` given) keeps and saves. Its failure is told after each file."""
+def _make_scratch(path: str | os.PathLike[str]) -> Path:
+    """A folder nobody else has, beside the target; what is in its `new` becomes the target."""
+    target = check_new_folder(path, name="path")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    outer = Path(tempfile.mkdtemp(prefix=f".{target.name[:100]}.", suffix=".tmp", dir=target.parent))
+    (outer / "new").mkdir()  # with the permissions that the user's mask gives, unlike mkdtemp's
+    return outer
+
+
+def _write_own(directory: Path, files: Mapping[str, list[Entry]], produce: Produce, bar: tqdm) -> None:
+    if not directory.is_dir():
+        raise ValueError(f"path={directory.parent.parent} must be a folder that every process sees.")
     for file, group in files.items():
-        held: dict[str, Tensor] = {}
+        with _open(directory / file, group) as put:
+            for entry in group:
+                put(entry, produce(entry.name))
+                bar.update(entry.num_bytes)
+
+
+def _write_together(
+    directory: Path | None, files: Mapping[str, list[Entry]], produce: Produce, bar: tqdm, over: Over
+) -> None:
+    """All ranks produce; rank 0 (`directory` given) writes. Its failure is told after each file."""
+    for file, group in files.items():
         failure: Exception | None = None
-        for entry in group:
-            value = produce(entry.name)  # may communicate: never skipped on one rank alone
-            try:
-                if scratch is not None and failure is None:
-                    held[entry.name] = _own(value, entry)
-            except Exception as error:  # told below, where every rank hears of it
-                failure = error
-            del value
-        with together(mesh):
+        left = iter(group)
+        try:
+            if directory is not None:
+                with _open(directory / file, group) as put:
+                    for entry in left:
+                        value = produce(entry.name)
+                        put(entry, value)
+                        del value
+                        bar.update(entry.num_bytes)
+        except Exception as error:  # told below, where every rank hears of it
+            failure = error
+        for entry in left:  # other ranks, and rank 0 after it failed: they communicate in produce
+            produce(entry.name)
+
+        def told(failure: Exception | None = failure) -> None:
             if failure is not None:
                 raise failure
-            if scratch is not None:
-                save_file(held, scratch / file, metadata={"format": "pt"})
+
+        agree(told, over)
 
 
-def _own(value: Tensor, entry: Entry) -> Tensor:
-    """A contiguous CPU tensor in the file's dtype that shares its memory with no other one."""
+@contextmanager
+def _open(path: Path, entries: Sequence[Entry]) -> Iterator[Callable[[Entry, Tensor], None]]:
+    """`put(entry, value)` writes one tensor to its place in a new file; on disk when the block ends."""
+    header, starts = make_header([(e.name, e.dtype, e.shape) for e in entries])
+    with open(path, "xb", buffering=0) as file:
+        write_all(file, memoryview(header))
+
+        def put(entry: Entry, value: Tensor) -> None:
+            file.seek(starts[entry.name])
+            _put(file, entry, value)
+
+        yield put
+        os.fsync(file.fileno())
+
+
+def _put(file: FileIO, entry: Entry, value: Tensor) -> None:
+    """The bytes of a tensor on any device, in the file's dtype, piece by piece."""
     assert tuple(value.shape) == entry.shape, (entry, value.shape)
-    out = value.detach().to(device="cpu", dtype=entry.dtype).contiguous()
-    alone = out.untyped_storage().nbytes() == entry.num_bytes
-    return out if alone and out.data_ptr() != value.data_ptr() else out.clone()
+    flat = value.detach().contiguous().view(-1)
+    step = PIECE // max(value.itemsize, entry.dtype.itemsize)
+    for start in range(0, flat.numel(), step):
+        piece = flat[start : start + step]
+        cast = piece.to(device="cpu", dtype=entry.dtype)
+        if cast.dtype != piece.dtype and not torch.equal(cast.isinf(), piece.isinf().cpu()):
+            raise ValueError(
+                f"dtype={entry.dtype} must hold the values of {entry.name}, got some beyond its range. "
+                "Choose bfloat16 or float32."
+            )
+        write_all(file, bytes_of(cast))
 
 
-def _check_target(target: Path) -> None:
-    if target.is_dir() and not target.is_symlink() and not any(target.iterdir()):
+def write_all(file: FileIO, data: memoryview) -> None:
+    while data:
+        data = data[file.write(data) or 0 :]
+
+
+def _publish(
+    outer: Path | None,
+    target: Path,
+    files: Mapping[str, list[Entry]],
+    stem: str,
+    finish: Callable[[Path], None],
+) -> None:
+    """On disk first, visible second: a crash leaves either nothing or everything at `target`."""
+    if outer is None:
         return
-    if target.exists() or target.is_symlink():
-        raise ValueError(
-            f"path={str(target)!r} must not exist or be an empty directory, got something there. "
-            "Choose another path or remove it."
-        )
+    new = outer / "new"
+    _write_index(files, new, stem=stem)
+    finish(new)
+    for file in [*(f for f in new.rglob("*") if f.suffix != ".safetensors"), new]:
+        _sync(file)
+    os.rename(new, target)
+    _sync(target.parent)
 
 
-def _write_index(files: dict[str, list[Entry]], scratch: Path, *, stem: str) -> None:
+def _write_index(files: Mapping[str, list[Entry]], directory: Path, *, stem: str) -> None:
     if len(files) == 1:
         return
     entries = [entry for group in files.values() for entry in group]
@@ -181,19 +226,7 @@ def _write_index(files: dict[str, list[Entry]], scratch: Path, *, stem: str) -> 
         "total_size": sum(e.num_bytes for e in entries),
     }
     weight_map = {entry.name: file for file, group in files.items() for entry in group}
-    write_json(scratch / f"{stem}.safetensors.index.json", {"metadata": metadata, "weight_map": weight_map})
-
-
-def write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _publish(scratch: Path, target: Path) -> None:
-    """On disk first, visible second: a crash leaves either nothing or everything at `target`."""
-    for file in [*(f for f in scratch.rglob("*") if f.is_file()), scratch]:
-        _sync(file)
-    os.rename(scratch, target)
-    _sync(target.parent)
+    write_json(directory / f"{stem}.safetensors.index.json", {"metadata": metadata, "weight_map": weight_map})
 
 
 def _sync(path: Path) -> None:

@@ -1,34 +1,41 @@
 """`usp convert SRC DST --to {usp,hf}`: between a Hugging Face directory and usp's own format."""
 
+import os
+
 import torch
 
-from usp import models
+from usp.models.stream import convert_checkpoint
 from usp.tools.config import Convert
+from usp.tools.ranks import start
 
 
 def convert(cfg: Convert) -> None:
     """Read SRC in whichever of the two formats it is, write DST in the other (or the same, with --dtype).
 
-    One process; no communication. Raises ValueError for a source that is neither and a folder with content.
+    Memory holds one tensor at a time. Started by torchrun, the processes share the files of DST. Raises
+    ValueError for a source that is neither, damage in it, and a folder with content.
     """
-    check_target(cfg)
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return _convert(cfg, over=None)
+    ranks = start()
+    code = 0
+    try:
+        ranks.checked(lambda: _convert(cfg, over=torch.distributed.group.WORLD))
+    except SystemExit as e:
+        code = e.code if isinstance(e.code, int) else 1
+    ranks.leave(code)
+
+
+def _convert(cfg: Convert, *, over: torch.distributed.ProcessGroup | None) -> None:
     dtype = None if cfg.dtype == "keep" else getattr(torch, cfg.dtype)
-    if (cfg.src / "usp.json").is_file():
-        model, params = models.load(cfg.src, dtype=dtype)
-    elif (cfg.src / "config.json").is_file():
-        model, params = models.from_hf(cfg.src, dtype=dtype)
-    else:
-        raise ValueError(
-            f"src={cfg.src} must be a Hugging Face model directory or one in usp's format, got "
-            "no config.json and no usp.json in it. Correct the path."
-        )
-    write = models.save if cfg.to == "usp" else models.to_hf
-    write(params, model, cfg.dst, source=cfg.src, max_shard_size=cfg.max_shard_size)
-    print(f"wrote {cfg.dst} ({cfg.to} format)")
-
-
-def check_target(cfg: Convert) -> None:
-    if cfg.dst.exists() and (not cfg.dst.is_dir() or any(cfg.dst.iterdir())):
-        raise ValueError(
-            f"dst={cfg.dst} must be new or an empty folder, got one with content. Give another DST."
-        )
+    convert_checkpoint(
+        cfg.src,
+        cfg.dst,
+        to=cfg.to,
+        dtype=dtype,
+        max_shard_size=cfg.max_shard_size,
+        over=over,
+        progress=True,
+    )
+    if over is None or over.rank() == 0:
+        print(f"wrote {cfg.dst} ({cfg.to} format)")

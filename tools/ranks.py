@@ -9,6 +9,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from usp.mesh.agree import agree, gather_objects
+
 T = TypeVar("T")
 
 
@@ -30,38 +32,21 @@ class Ranks:
         Rank 0 prints the message, once. One exchange of short strings over gloo, so that a fault that only
         one rank can see (a file missing on one node) cannot leave the others waiting.
         """
-        error: str | None = None
-        value: list[T] = []
         try:
-            value.append(fn())
+            return agree(lambda: _without_exit(fn), dist.group.WORLD)
         except (ValueError, OSError) as e:
-            error = str(e)
-        except SystemExit as e:  # the argument parser: it has said what is wrong
-            if not e.code:
-                raise
-            error = ""
-        self._agree(error)
-        return value[0]
-
-    def _agree(self, error: str | None) -> None:
-        found = [(rank, text) for rank, text in enumerate(self.exchange(error)) if text is not None]
-        if not found:
-            return
-        rank, text = found[0]
-        if self.first and text:
-            print(
-                f"error: {text}" if rank == 0 else f"error on rank {rank}: {text}",
-                file=sys.stderr,
-                flush=True,
-            )
+            text = str(e)
+            if self.first and text:
+                print(
+                    f"error on {text}" if text.startswith("rank") else f"error: {text}",
+                    file=sys.stderr,
+                    flush=True,
+                )
         raise SystemExit(1)  # up through whatever has files to close; `leave` ends the process
 
     def exchange(self, value: T) -> list[T]:
         """`value` of every rank, on every rank."""
-        values = [value] * self.world
-        if self.world > 1:
-            dist.all_gather_object(values, value)
-        return values
+        return gather_objects(value, dist.group.WORLD)
 
     def leave(self, code: int = 0) -> None:
         """End this process's part of the run with `code`; alone, go on when it is 0.
@@ -80,6 +65,16 @@ class Ranks:
             os._exit(code)
         if code:
             raise SystemExit(code)
+
+
+def _without_exit(fn: Callable[[], T]) -> T:
+    """A failing exit, as of the argument parser, as an error without a text: it has said what is wrong."""
+    try:
+        return fn()
+    except SystemExit as e:
+        if not e.code:
+            raise
+        raise ValueError from None
 
 
 def start() -> Ranks:

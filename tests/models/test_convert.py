@@ -13,12 +13,13 @@ from torch import Tensor
 
 from tests.models.batches import tokens_of
 from tests.models.files import assert_same_bytes, tensors_of
-from tests.models.tiny import MODELS, hf_model, load_hf, save_hf
+from tests.models.tiny import EVERY, hf_model, load_hf, save_hf
 from usp.models import Params, from_hf, init, load, named_leaves, save, to_hf
 from usp.models.config import LlamaConfig
+from usp.models.stream import convert_checkpoint
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("size", ["50GB", "20KB"])
 def test_round_trip(name: str, size: str, tmp_path: Path) -> None:
     dtype = torch.bfloat16 if size == "20KB" else torch.float32
@@ -38,7 +39,7 @@ def test_round_trip(name: str, size: str, tmp_path: Path) -> None:
 
 
 def test_round_trip_without_a_source(tmp_path: Path) -> None:
-    for name in MODELS:
+    for name in EVERY:
         source = save_hf(hf_model(name), tmp_path / name / "hf")
         cfg, params = from_hf(source)
         to_hf(params, cfg, tmp_path / name / "out")
@@ -53,7 +54,8 @@ def test_awkward_bits_survive(tmp_path: Path) -> None:
     norm = tensors["model.norm.weight"]
     norm[:5] = torch.tensor([float("nan"), float("inf"), -0.0, 1e-45, -float("nan")])
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    cfg, params = from_hf(source)
+    with pytest.warns(UserWarning, match=r"not finite, in model\.norm\.weight\. They are kept"):
+        cfg, params = from_hf(source)
     to_hf(params, cfg, tmp_path / "out")
     assert_same_bytes(tensors_of(tmp_path / "out"), tensors)
 
@@ -78,6 +80,7 @@ def test_files_index_and_config_as_written(tmp_path: Path) -> None:
     source = save_hf(hf_model("llama3 rope"), tmp_path / "hf")
     config = json.loads((source / "config.json").read_text())
     config |= {"quantization_config": {"quant_method": "gguf"}, "custom": 3}
+    config |= {"auto_map": {"AutoConfig": "configuration_custom.Config"}}
     for file in (
         "tokenizer.json",
         "tokenizer_config.json",
@@ -99,7 +102,7 @@ def test_files_index_and_config_as_written(tmp_path: Path) -> None:
     }  # fmt: skip
     assert (out / "merges.txt").read_text() == "merges.txt"
     written = json.loads((out / "config.json").read_text())
-    assert "quantization_config" not in written
+    assert not {"quantization_config", "auto_map"} & written.keys()
     assert written["custom"] == 3
     assert written["dtype"] == written["torch_dtype"] == "float16"
     assert written["rope_parameters"] == config["rope_parameters"]
@@ -154,6 +157,16 @@ def test_tied_checkpoint_that_stores_the_head(kept: str, tmp_path: Path) -> None
     to_hf(params, cfg, tmp_path / "out", source=source)
     assert_same_bytes(tensors_of(tmp_path / "out"), tensors_of(source))
 
+    save(params, cfg, tmp_path / "own", source=source)  # our format keeps one matrix and the names it had
+    assert "lm_head" not in tensors_of(tmp_path / "own")
+    to_hf(load(tmp_path / "own")[1], cfg, tmp_path / "again", source=tmp_path / "own")
+    convert_checkpoint(tmp_path / "own", tmp_path / "streamed", to="hf")
+    for path in (tmp_path / "again", tmp_path / "streamed"):
+        assert_same_bytes(tensors_of(path), tensors_of(source))
+        assert not any(load_hf(path)[1].values())
+    to_hf(params, cfg, tmp_path / "plain")  # without a source: as Transformers writes it
+    assert "lm_head.weight" not in tensors_of(tmp_path / "plain")
+
 
 def test_tied_flag_with_two_different_matrices_is_untied(tmp_path: Path) -> None:
     source = save_hf(hf_model("gqa 9/3 tied"), tmp_path / "hf")
@@ -175,3 +188,48 @@ def test_stored_frequencies_are_ignored(tmp_path: Path) -> None:
     cfg, params = from_hf(source)
     assert isinstance(params, Params)
     assert cfg.num_heads == 6
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_streamed_there_and_back(name: str, tmp_path: Path) -> None:
+    """Directory to directory says the same as through memory, in both directions."""
+    source = save_hf(hf_model(name).to(torch.bfloat16), tmp_path / "hf", max_shard_size="30KB")
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    convert_checkpoint(source, tmp_path / "own", to="usp")
+    convert_checkpoint(tmp_path / "own", tmp_path / "back", to="hf", max_shard_size="40KB")
+    assert_same_bytes(tensors_of(tmp_path / "back"), tensors_of(source))
+    cfg, params = from_hf(source)
+    again_cfg, again = load(tmp_path / "own")
+    assert again_cfg == cfg == from_hf(tmp_path / "back")[0]
+    assert_same_bytes(dict(named_leaves(again)), dict(named_leaves(params)))
+    to_hf(params, cfg, tmp_path / "out", source=source, max_shard_size="40KB")
+    assert {p.name: p.read_bytes() for p in (tmp_path / "back").iterdir()} == {
+        p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()
+    }
+
+
+def test_parameters_have_memory_of_their_own(tmp_path: Path) -> None:
+    source = save_hf(hf_model(), tmp_path / "hf")
+    _, params = from_hf(source)
+    before = params.embed.clone()
+    file = source / "model.safetensors"
+    with file.open("r+b") as handle:
+        handle.seek(-file.stat().st_size // 2, 2)
+        handle.write(b"\0" * (file.stat().st_size // 2))
+    assert torch.equal(params.embed, before)
+    assert not any("model.safetensors" in line for line in Path("/proc/self/maps").read_text().splitlines())
+    params.norm.add_(1)
+    assert params.layers[0].wq.untyped_storage().nbytes() == params.layers[0].wq.nbytes
+
+
+def test_a_dtype_that_cannot_hold_the_values_is_refused(tmp_path: Path) -> None:
+    source = save_hf(hf_model(), tmp_path / "hf")
+    edited(source, lambda t: t["model.norm.weight"].__setitem__(3, 1e6))
+    with pytest.raises(ValueError, match=r"dtype=torch.float16 must hold the values of model.norm.weight"):
+        convert_checkpoint(source, tmp_path / "out", to="hf", dtype=torch.float16)
+    assert [p.name for p in tmp_path.iterdir()] == ["hf"]
+    convert_checkpoint(source, tmp_path / "out", to="hf", dtype=torch.bfloat16)
+    want = {name: value.bfloat16() for name, value in tensors_of(source).items()}
+    assert_same_bytes(tensors_of(tmp_path / "out"), want)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["dtype"] == config["torch_dtype"] == "bfloat16"

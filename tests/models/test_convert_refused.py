@@ -3,7 +3,11 @@
 import json
 import os
 import pickle
+import re
+import subprocess
+import sys
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 
 import pytest
@@ -14,6 +18,7 @@ from tests.models.tiny import hf_model, save_hf
 from usp.mesh import TABLES
 from usp.models import from_hf, init, load, save, to_hf
 from usp.models.config import LlamaConfig
+from usp.models.stream import convert_checkpoint
 from usp.models.writer import Entry, parse_size, plan_files
 
 CFG = LlamaConfig(vocab_size=11, hidden_size=8, intermediate_size=12, num_layers=1, num_heads=2)
@@ -128,6 +133,27 @@ def test_many_names_are_shortened(tmp_path: Path) -> None:
         from_hf(source)
 
 
+def test_every_kind_of_problem_in_one_error(tmp_path: Path) -> None:
+    """Configuration, index, files and tensors; what a lost file holds is not called missing as well."""
+    source = sharded(tmp_path / "hf")
+    first, *_, end = sorted(source.glob("model-*.safetensors"))
+    config = json.loads((source / "config.json").read_text())
+    tensors = load_file(first)
+    name = next(iter(tensors))
+    save_file({**tensors, name: tensors[name].flatten(), "model.stray": torch.ones(1)}, first)
+    end.unlink()
+    outside(source)
+    with pytest.raises(ValueError, match=r".") as error:
+        from_hf(source)
+    message = str(error.value)
+    for part in ("evil.safetensors", f"file {end.name} is missing", "model.stray", "wrong shapes:"):
+        assert part in message
+    assert "missing tensors" not in message
+    (source / "config.json").write_text(json.dumps({**config, "hidden_act": "gelu"}))
+    with pytest.raises(ValueError, match=rf"hidden_act='gelu'.*evil.safetensors.*file {end.name} is missing"):
+        from_hf(source)
+
+
 class Bomb:
     def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
         return os.mkdir, ("exploded",)
@@ -140,6 +166,8 @@ def test_pickle_is_never_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (source / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb()))
     with pytest.raises(ValueError, match=r"only pickle checkpoints \(pytorch_model.bin\)"):
         from_hf(source)
+    with pytest.raises(ValueError, match=r"only pickle checkpoints \(pytorch_model.bin\)"):
+        convert_checkpoint(source, tmp_path / "out", to="usp")
     reindexed = {"metadata": {}, "weight_map": {WQ: "pytorch_model.bin"}}
     (source / "model.safetensors.index.json").write_text(json.dumps(reindexed))
     with pytest.raises(ValueError, match=r"'pytorch_model.bin' must be a .safetensors file"):
@@ -147,16 +175,31 @@ def test_pickle_is_never_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert not (tmp_path / "exploded").exists()
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{"])
+def test_the_command_that_is_named_converts_a_pickle(tmp_path: Path) -> None:
+    model = hf_model()
+    source = save_hf(model, tmp_path / "it's here")
+    (source / "model.safetensors").unlink()
+    torch.save(model.state_dict(), source / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"convert them first: (python -c .*)\. Correct") as error:
+        from_hf(source)
+    command = re.search(r"convert them first: python (-c .*?)\. Correct", str(error.value))
+    assert command is not None
+    subprocess.run(f"{sys.executable} {command[1]}", shell=True, check=True, capture_output=True)
+    cfg, params = from_hf(f"{source}-safetensors")
+    assert cfg.num_heads == 6
+    assert torch.equal(params.embed, model.model.embed_tokens.weight)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"vocab_size": 1, "vocab_size": 2}', "[" * 10**5, "\xff"])
 def test_unreadable_config(text: str, tmp_path: Path) -> None:
     source = save_hf(hf_model(), tmp_path / "hf")
-    (source / "config.json").write_text(text)
+    (source / "config.json").write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=r"config\.json"):
         from_hf(source)
 
 
 def test_not_a_directory(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"meta-llama/.*config.json"):
+    with pytest.raises(ValueError, match=r"meta-llama/.*must be a checkpoint directory"):
         from_hf("meta-llama/Llama-3.2-1B")
     with pytest.raises(ValueError, match=r"usp.json"):
         load(tmp_path)
@@ -173,27 +216,28 @@ def test_existing_target_is_kept(tmp_path: Path) -> None:
     to_hf(params, CFG, target)  # empty: fine
     before = {p.name: p.read_bytes() for p in target.iterdir()}
     for write in (to_hf, save):
-        with pytest.raises(ValueError, match="must not exist or be an empty directory"):
+        with pytest.raises(ValueError, match="must be new or an empty folder"):
             write(init(CFG, seed=1), CFG, target)
     assert {p.name: p.read_bytes() for p in target.iterdir()} == before
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(ValueError, match="must not exist"):
+    with pytest.raises(ValueError, match="must be new or an empty folder"):
         to_hf(params, CFG, tmp_path / "file")
 
 
 def test_failing_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = []
 
-    def full_disk(tensors: object, path: Path, **_: object) -> None:
-        saved.append(path)
-        if len(saved) == 3:
+    def full_disk(file: FileIO, data: memoryview) -> None:
+        saved.append(file.name)
+        if len(saved) == 7:
             raise OSError("No space left on device")
-        Path(path).write_bytes(b"part")
+        file.write(data)
 
-    monkeypatch.setattr("usp.models.writer.save_file", full_disk)
+    monkeypatch.setattr("usp.models.writer.write_all", full_disk)
     with pytest.raises(OSError, match="No space left"):
         to_hf(init(CFG, seed=0), CFG, tmp_path / "deep" / "out", max_shard_size=300)
     assert list((tmp_path / "deep").iterdir()) == []
+    assert len(set(saved)) == 3  # it was the third file
 
 
 def test_params_that_do_not_fit(tmp_path: Path) -> None:
