@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,11 +61,12 @@ class Lease:
         self._buffers: list[Tensor] = []
         self.end: Any = weakref.finalize(self, arena.give, self._buffers)
 
-    def take(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-        nbytes = math.prod(shape) * dtype.itemsize
-        buffer = self._arena.take(nbytes, locked=device.type == "cuda")
+    def take(self, like: Tensor) -> Tensor:
+        """Room for a tensor, strides and all: copies are plain, and kernels find it as they left it."""
+        buffer = self._arena.take(like.nbytes, locked=like.device.type == "cuda")
         self._buffers.append(buffer)
-        return buffer.view(dtype).view(shape)
+        stride = torch.empty_like(like, device="meta").stride()  # its own where it is dense
+        return buffer.view(like.dtype).as_strided(like.shape, stride)
 
 
 @dataclass
@@ -119,7 +119,7 @@ class _StreamCopies:
             return Copied(host, t.device, self._stream.record_event())
 
     def back(self, host: Tensor, device: torch.device) -> Copied:
-        t = torch.empty(host.shape, dtype=host.dtype, device=device)
+        t = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
         self._stream.wait_stream(torch.cuda.current_stream(device))  # memory of t may be in use until here
         with torch.cuda.stream(self._stream):
             t.copy_(host, non_blocking=True)

@@ -88,8 +88,8 @@ def on_ranks(mode: str, dp: int, ulysses: int) -> list[Any]:
 def test_every_mode(mode: str, dp: int, ulysses: int, ranks: Pool) -> None:
     # cases D1, D2, D17, H8, H10: no factor of any number of ranks anywhere, in the norm as in the gradients
     want = train("zero0", ONE)
-    # float64 sums in another order, about 1e-15 of the largest; Adam divides each entry of the gradient by its
-    # own size, which for entries 1e4 times smaller than the largest leaves 1e-11
+    # float64 sums in another order, about 1e-15 of the largest; Adam divides each entry of a gradient by
+    # its own size, which for entries 1e4 times smaller than the largest leaves 1e-11
     for results in ranks.run(on_ranks, mode, dp, ulysses):
         for got, one in zip(results, want, strict=True):
             assert (got - one).abs().max() <= 1e-9 * one.abs().max()

@@ -204,6 +204,17 @@ def test_a_block_that_asks_more_often_than_before() -> None:
         value_and_grad(lambda x: scan(uneven, x, [X, X], remat="attention").sum())(X)
 
 
+def test_offloaded_tensors_come_back_as_they_were() -> None:
+    """Strides too, which kernels look at; what is not dense comes back packed."""
+    lease, copies = Arena().lease(), Arena().copies(torch.device("cpu"))
+    dense, gaps = normal(2, 3, 4, seed=1).movedim(1, 0), normal(4, 6, seed=2)[:, ::2]
+    empty = normal(0, 3, seed=3)
+    for t, stride in ((dense, dense.stride()), (gaps, (3, 1)), (normal(seed=3), ()), (empty, None)):
+        back = copies.back(copies.out(t, lease.take(t)).tensor, t.device).ready()
+        assert torch.equal(back, t)
+        assert stride is None or back.stride() == stride
+
+
 def test_without_gradients_nothing_is_kept() -> None:
     with torch.no_grad(), patch("usp.scan.run.Random", side_effect=AssertionError):
         equal(scan(block, X, layers_of(), remat="full"), scan(block, X, layers_of()))

@@ -151,7 +151,7 @@ class HostMemory:
     def _out(self, t: Tensor) -> Copied:
         if self._copies is None:
             self._copies = self._arena.copies(t.device)
-        copied = self._copies.out(t, self._lease.take(t.shape, t.dtype, t.device))
+        copied = self._copies.out(t, self._lease.take(t))
         self._under_way[-1].append((t, copied))
         return copied
 
