@@ -1,6 +1,7 @@
 """Options change what is kept, moved and run again, never the loss or a gradient."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -118,3 +119,23 @@ def test_computing_in_another_dtype() -> None:
         got_loss, got = step(params, ONE, TABLE, dtype=torch.bfloat16, remat=remat)
         assert torch.equal(got_loss, want_loss)
         close(got, want, 0.0)
+
+
+@pytest.mark.parametrize("remat", ["full", "attention"])
+def test_compiled_blocks(remat: str) -> None:
+    """Compiled once: no layer or step after the first step adds a graph."""
+    graphs = []
+
+    def backend(graph: Any, example: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    params = init(CFG, seed=1, dtype=torch.float64)
+    _, want = step(params, ONE, TABLE)
+    torch._dynamo.reset()
+    counted = []
+    for _ in range(2):
+        _, got = step(params, ONE, TABLE, remat=remat, compile=partial(torch.compile, backend=backend))
+        close(got, want, ROUNDING)  # the compiler decomposes some operations
+        counted.append(len(graphs))
+    assert counted[0] == counted[1] > 0
