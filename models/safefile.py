@@ -28,7 +28,7 @@ _BITS = {name: dtype.itemsize * 8 for name, dtype in DTYPES.items()} | {
     "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
 }  # fmt: skip
 _LONGEST_HEADER = 100_000_000  # the library's own limit
-PIECE = 16 * 2**20  # bytes held at a time beside the tensor
+PIECE = 4 * 2**20  # bytes checked, cast or written at a time beside the tensor
 
 
 class Damaged(ValueError):

@@ -99,8 +99,9 @@ def test_memory_is_that_of_the_largest_tensor(tmp_path: Path) -> None:
         child = python(MEASURE, tmp_path / f"{layers}", tmp_path / f"{to}-{layers}", to, *dtype)
         growth.append(int(child.communicate(timeout=120)[0]))
         assert child.returncode == 0
-    # two pieces of 16 MB (one read, one cast), and 16 MB for what the interpreter and torch load on the way
-    assert max(growth) < largest + 48 * MB, [g / MB for g in growth]
+    # pieces of 4 MB and what is made of one (cast, looked through: 10 MB), what the allocator keeps, and what
+    # torch loads on the way
+    assert max(growth) < largest + 40 * MB, [g / MB for g in growth]
     # 24 times the layers, the same memory but for freed pieces of up to 3 MB that the allocator keeps
     assert growth[1] - growth[0] < 16 * MB
 

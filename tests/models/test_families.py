@@ -1,6 +1,6 @@
 """Every family and rotary type computes what Transformers computes, beyond the original context too."""
 
-from functools import partial
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,8 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.models.batches import ONE, TABLE, tokens_of, whole
-from tests.models.tiny import BASE, LLAMA3, MODELS, YARN, hf_model, load_hf, save_hf
-from usp.models import LlamaConfig, from_hf, llama, logits, to_hf
+from tests.models.tiny import BASE, EVERY, LLAMA3, MODELS, WINDOWED, YARN, hf_model, load_hf, save_hf
+from usp.models import LlamaConfig, from_hf, logits, to_hf
 from usp.models.rope import attention_scale, inverse_frequencies, rope_cos_sin
 
 ROPES: dict[str, dict[str, Any]] = {
@@ -65,10 +65,9 @@ def test_length_is_that_of_the_whole_sequence(name: str) -> None:
         rope_cos_sin(positions, cfg, torch.float32)
 
 
-def same_logits(model: Any, path: Path, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def same_logits(model: Any, path: Path, length: int) -> None:
     cfg, params = from_hf(path)
     tokens = tokens_of(2, length)
-    monkeypatch.setattr(llama, "rope_cos_sin", partial(rope_cos_sin, seq_len=length))
     with torch.no_grad():
         want = model(tokens).logits
         got = logits(params, whole(tokens), cfg, table=TABLE, mesh=ONE)
@@ -84,20 +83,20 @@ def same_logits(model: Any, path: Path, length: int, monkeypatch: pytest.MonkeyP
     torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("length", [20, 80])  # within every original length, and beyond every maximum
-def test_logits(name: str, length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits(name: str, length: int, tmp_path: Path) -> None:
     model = hf_model(name)
-    same_logits(model, save_hf(model, tmp_path / "hf"), length, monkeypatch)
+    same_logits(model, save_hf(model, tmp_path / "hf"), length)
 
 
 @pytest.mark.parametrize("name", ["gqa 6/2", "gqa 9/3 tied", "qwen2 tied, yarn rope"])
-def test_padded_vocabulary(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padded_vocabulary(name: str, tmp_path: Path) -> None:
     """Rows that no token uses are part of the model: they have logits, and survive the way back."""
     model = hf_model(name, pad_token_id=100)
     model.resize_token_embeddings(103, pad_to_multiple_of=64, mean_resizing=False)
     path = save_hf(model, tmp_path / "hf")
-    same_logits(model, path, 40, monkeypatch)
+    same_logits(model, path, 40)
     cfg, params = from_hf(path)
     assert cfg.vocab_size == params.embed.shape[0] == 128
     to_hf(params, cfg, tmp_path / "out", source=path)
@@ -108,9 +107,28 @@ def test_padded_vocabulary(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     assert torch.equal(again.lm_head.weight, model.lm_head.weight)
 
 
-def test_head_size_of_qwen2_may_be_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_head_size_of_qwen2_may_be_given(tmp_path: Path) -> None:
     """Its configuration has no such key, but Transformers follows one that is there."""
     model = hf_model("qwen2", head_dim=14)
     path = save_hf(model, tmp_path / "hf")
-    same_logits(model, path, 40, monkeypatch)
+    same_logits(model, path, 40)
     assert from_hf(path)[0].head_dim == 14
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_windows_are_seen(name: str, tmp_path: Path) -> None:
+    """The comparison above tells a window from a neighbouring size, and from none."""
+    model = hf_model(name)
+    cfg, params = from_hf(save_hf(model, tmp_path / "hf"))
+    tokens = tokens_of(2, 30)
+    with torch.no_grad():
+        want = model(tokens).logits
+        for windows in (
+            (),
+            tuple(w and w + 1 for w in cfg.windows),
+            tuple(w and w - 1 for w in cfg.windows),
+            cfg.windows[::-1] if len(set(cfg.windows)) > 1 and cfg.windows != cfg.windows[::-1] else (),
+        ):
+            other = dataclasses.replace(cfg, windows=windows)
+            got = logits(params, whole(tokens), other, table=TABLE, mesh=ONE)
+            assert (got - want).abs().max() > 1e-2, windows
