@@ -3,10 +3,11 @@
 if __name__ != "usp.models":
     raise ImportError(f"import {__name__!r} must be spelled 'usp.models'. Write `import usp.models`.")
 
+from usp.models.block import block
 from usp.models.config import LlamaConfig, Rope
 from usp.models.convert import from_hf, load, save, to_hf
 from usp.models.layout import check_layout
-from usp.models.llama import block, hidden, logits, loss
+from usp.models.llama import hidden, logits, loss
 from usp.models.params import Block, Leaf, Params, abstract, init, map_params, named_leaves, param_specs
 
 __all__ = [

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ class Options(TypedDict, total=False):
     group: int
     offload: str
     arena: Arena | None
-    compile: Callable[[Callable[..., Any]], Callable[..., Any]] | None
+    compile: bool
     dtype: torch.dtype | None
     mlp_tile: int | None
     kernel: str

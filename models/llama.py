@@ -8,147 +8,20 @@ from __future__ import annotations
 
 from functools import partial
 from math import prod
-from typing import TypedDict, Unpack
+from typing import Unpack
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from usp import Shard, attention, heads_to_seq, linear_cross_entropy, scan, seq_to_heads
-from usp.heads import with_equal_groups
-from usp.kept import Kept
+from usp import Shard, linear_cross_entropy, scan
 from usp.mesh import P, Table, axis_sizes, redistribute
+from usp.models.block import block
 from usp.models.config import LlamaConfig
 from usp.models.gather import Options, in_use, layer_bundle
-from usp.models.layout import check_layout, linear_out
-from usp.models.own_heads import own_heads
-from usp.models.params import Block, Mesh, Params
-from usp.models.projections import by_chunks, keys_values, queries, rms_norm
+from usp.models.layout import check_layout
+from usp.models.params import Mesh, Params
+from usp.models.parts import rms_norm
 from usp.models.rope import rope_cos_sin
-from usp.tiles import tiled
-
-
-def attention_part(
-    x_BSD: Tensor,
-    w: Block,
-    cos: Tensor,
-    sin: Tensor,
-    cu_seqlens: Tensor | None,
-    *,
-    cfg: LlamaConfig,
-    table: Table,
-    mesh: Mesh,
-    shape: tuple[int, int, int],
-    window: int | None = None,
-    kernel: str = "auto",
-    head_chunks: int = 1,
-    kept: Kept | None = None,
-) -> Tensor:
-    """x at table.residual -> attention's contribution to it, same placement. 2 all-to-alls each way."""
-    w, deal = own_heads(w, cfg, table, mesh)
-    x_BSD = rms_norm(x_BSD, w.norm_attn, eps=cfg.rms_eps)
-    x_BSD = redistribute(x_BSD, table.residual, table.attn_x, mesh, shape=shape)  # residual -> attn_x
-    if head_chunks > 1:
-        o_BSNH = by_chunks(
-            x_BSD, w, cos, sin, cu_seqlens, cfg=cfg, table=table, mesh=mesh, seq_len=shape[1],
-            window=window, kernel=kernel, head_chunks=head_chunks, kept=kept,
-        )  # fmt: skip
-    else:
-        q_BSNH = queries(x_BSD, w, cos, sin, cfg)
-        k_BSKH, v_BSKH = keys_values(x_BSD, w, cos, sin, cfg)
-        if deal is not None:
-            group = cfg.num_heads // cfg.num_kv_heads
-            k_BSKH, v_BSKH = with_equal_groups(k_BSKH, v_BSKH, deal, group)
-        there: _There = {"mesh": mesh, "table": table, "seq_len": shape[1]}
-        # [B, S@ulysses, N, H] -> [B, S, N@ulysses, H]: 1 all-to-all for q, k and v
-        q_BSNH, k_BSKH, v_BSKH = seq_to_heads(q_BSNH, k_BSKH, v_BSKH, **there)
-        o_BSNH = attention(
-            q_BSNH, k_BSKH, v_BSKH, table=table, mesh=mesh, cu_seqlens=cu_seqlens, window=window,
-            kernel=kernel, kept=kept,
-        )  # fmt: skip
-        # [B, S, N@ulysses, H] -> [B, S@ulysses, N, H]: 1 all-to-all
-        o_BSNH = heads_to_seq(o_BSNH, num_heads=cfg.num_heads, **there)
-    y_BSD = F.linear(o_BSNH.flatten(-2), w.wo)
-    spec = linear_out(linear_out(table.attn_x, table.use["wq"]), table.use["wo"])
-    y_BSD = redistribute(y_BSD, spec, table.residual, mesh, shape=shape)  # attn_x -> residual
-    return y_BSD if w.bo is None else y_BSD + w.bo
-
-
-def mlp_part(
-    x_BSD: Tensor,
-    w: Block,
-    *,
-    cfg: LlamaConfig,
-    table: Table,
-    mesh: Mesh,
-    shape: tuple[int, int, int],
-    tile: int | None = None,
-    value: bool = True,
-) -> Tensor:
-    """x at table.residual -> the MLP's contribution to it, same placement."""
-    x_BSD = rms_norm(x_BSD, w.norm_mlp, eps=cfg.rms_eps)
-    x_BSD = redistribute(x_BSD, table.residual, table.mlp_x, mesh, shape=shape)  # residual -> mlp_x
-    weights = (w.w_gate, w.b_gate, w.w_up, w.b_up, w.w_down)
-    y_BSD = _mlp(x_BSD, weights) if tile is None else tiled(_mlp, x_BSD, weights, tile=tile, value=value)
-    spec = linear_out(linear_out(table.mlp_x, table.use["w_gate"]), table.use["w_down"])
-    y_BSD = redistribute(y_BSD, spec, table.residual, mesh, shape=shape)  # mlp_x -> residual
-    return y_BSD if w.b_down is None else y_BSD + w.b_down
-
-
-def _mlp(x: Tensor, weights: tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor]) -> Tensor:
-    w_gate, b_gate, w_up, b_up, w_down = weights
-    return F.linear(F.silu(F.linear(x, w_gate, b_gate)) * F.linear(x, w_up, b_up), w_down)
-
-
-def block(
-    x_BSD: Tensor,
-    w: Block,
-    cos: Tensor,
-    sin: Tensor,
-    cu_seqlens: Tensor | None,
-    *,
-    cfg: LlamaConfig,
-    table: Table,
-    mesh: Mesh,
-    shape: tuple[int, int, int],
-    mlp_tile: int | None = None,
-    window: int | None = None,
-    kernel: str = "auto",
-    head_chunks: int = 1,
-    kept: Kept | None = None,
-) -> Tensor:
-    """One decoder layer on x at table.residual; `w` in use, `shape` the global [B, S, D].
-
-    `kept`: attention's results, recorded or read, see `usp.scan`. `mlp_tile`: tokens of one tile of the MLP.
-    `window`, `kernel`: as in `usp.attention`; `head_chunks`: how many parts attention's heads are taken in.
-    """
-    where: _Where = {"cfg": cfg, "table": table, "mesh": mesh, "shape": shape}
-    x_BSD = x_BSD + attention_part(
-        x_BSD,
-        w,
-        cos,
-        sin,
-        cu_seqlens,
-        window=window,
-        kernel=kernel,
-        head_chunks=head_chunks,
-        kept=kept,
-        **where,
-    )
-    value = kept is None or not kept.value_unused
-    return x_BSD + mlp_part(x_BSD, w, tile=mlp_tile, value=value, **where)
-
-
-class _There(TypedDict):
-    mesh: Mesh
-    table: Table
-    seq_len: int
-
-
-class _Where(TypedDict):
-    cfg: LlamaConfig
-    table: Table
-    mesh: Mesh
-    shape: tuple[int, int, int]
 
 
 def _hidden(
@@ -173,6 +46,7 @@ def _hidden(
         mlp_tile=options.get("mlp_tile"),
         kernel=options.get("kernel", "auto"),
         head_chunks=options.get("head_chunks", 1),
+        compiled=options.get("compile", False),
     )  # fmt: skip
     windows = [{"window": cfg.window_of(i)} for i in range(cfg.num_layers)] if cfg.windows else ()
     return scan(
@@ -182,7 +56,6 @@ def _hidden(
         group=options.get("group", 1),
         offload=options.get("offload", "none"),
         arena=options.get("arena"),
-        compile=options.get("compile"),
         gather=layer_bundle(cfg, table, mesh, options.get("dtype")),
     )  # fmt: skip
 
@@ -202,7 +75,8 @@ def hidden(
     """Final hidden states, normalised.
 
     params: this rank's shards at rest; shard: from `shard_batch`. Result: [B, S, D] placed as table.tokens.
-    `options`: remat="none", group=1, offload="none", arena=None and compile=None as in `usp.scan`;
+    `options`: remat="none", group=1, offload="none" and arena=None as in `usp.scan`; compile=False,
+    whether norms, projections and activations are compiled (once for all layers, see `usp.models.parts`);
     dtype=None, the type that parameters are cast to before they travel and that the model computes in;
     mlp_tile=None, the tokens that the MLP sees at a time; kernel="auto", see `usp.attention`; head_chunks=1,
     in how many parts a rank's heads are taken through attention (`usp.head_chunks`).

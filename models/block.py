@@ -1,0 +1,142 @@
+"""One decoder layer: its local parts, and what moves between them. Placements come from the table alone.
+
+Dimension letters: B batch, S sequence, D model, N query heads, K kv heads, H head size, F feed-forward.
+"""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+from torch import Tensor
+
+from usp import attention, heads_to_seq, seq_to_heads
+from usp.heads import with_equal_groups
+from usp.kept import Kept
+from usp.mesh import Table, redistribute
+from usp.models.config import LlamaConfig
+from usp.models.head_chunks import by_chunks
+from usp.models.layout import linear_out
+from usp.models.own_heads import own_heads
+from usp.models.params import Block, Mesh
+from usp.models.parts import Parts, add_linear, local_parts
+from usp.tiles import tiled
+
+
+class Where(TypedDict):
+    cfg: LlamaConfig
+    table: Table
+    mesh: Mesh
+    shape: tuple[int, int, int]
+
+
+def block(
+    x_BSD: Tensor,
+    w: Block,
+    cos: Tensor,
+    sin: Tensor,
+    cu_seqlens: Tensor | None,
+    *,
+    cfg: LlamaConfig,
+    table: Table,
+    mesh: Mesh,
+    shape: tuple[int, int, int],
+    mlp_tile: int | None = None,
+    window: int | None = None,
+    kernel: str = "auto",
+    head_chunks: int = 1,
+    compiled: bool = False,
+    kept: Kept | None = None,
+) -> Tensor:
+    """One decoder layer on x at table.residual; `w` in use, `shape` the global [B, S, D].
+
+    `kept`: attention's results, recorded or read, see `usp.scan`. `mlp_tile`: tokens of one tile of the MLP.
+    `window`, `kernel`: as in `usp.attention`; `head_chunks`: how many parts attention's heads are taken in.
+    `compiled`: whether the local parts are. 2 all-to-alls each way where attention trades sequence for heads.
+    """
+    where: Where = {"cfg": cfg, "table": table, "mesh": mesh, "shape": shape}
+    parts = local_parts(cfg, compiled)
+    w, deal = own_heads(w, cfg, table, mesh)
+    rope = cos, sin
+    there: _There = {"mesh": mesh, "table": table, "seq_len": shape[1]}
+    if head_chunks > 1:
+        h_BSD = _moved(parts.norm(x_BSD, w.norm_attn), "attn_x", where)
+        o_BSNH = by_chunks(
+            h_BSD, w, rope, cu_seqlens, parts, window=window, kernel=kernel, head_chunks=head_chunks,
+            kept=kept, **where,
+        )  # fmt: skip
+    else:
+        q_BSNH, k_BSKH, v_BSKH = _qkv(x_BSD, w, rope, parts, where)
+        if deal is not None:
+            k_BSKH, v_BSKH = with_equal_groups(k_BSKH, v_BSKH, deal, cfg.num_heads // cfg.num_kv_heads)
+        # [B, S@ulysses, N, H] -> [B, S, N@ulysses, H]: 1 all-to-all for q, k and v
+        q_BSNH, k_BSKH, v_BSKH = seq_to_heads(q_BSNH, k_BSKH, v_BSKH, **there)
+        o_BSNH = attention(
+            q_BSNH, k_BSKH, v_BSKH, table=table, mesh=mesh, cu_seqlens=cu_seqlens, window=window,
+            kernel=kernel, kept=kept,
+        )  # fmt: skip
+        # [B, S, N@ulysses, H] -> [B, S@ulysses, N, H]: 1 all-to-all
+        o_BSNH = heads_to_seq(o_BSNH, num_heads=cfg.num_heads, **there)
+    x_BSD = _added(x_BSD, o_BSNH.flatten(-2), w.wo, w.bo, ("attn_x", "wq", "wo"), where)
+    value = kept is None or not kept.value_unused
+    return _mlp(x_BSD, w, parts, mlp_tile, value, where)
+
+
+class _There(TypedDict):
+    mesh: Mesh
+    table: Table
+    seq_len: int
+
+
+def _moved(x_BSD: Tensor, column: str, where: Where) -> Tensor:
+    """table.residual -> another column of the table: nothing where both are placed alike."""
+    table = where["table"]
+    return redistribute(x_BSD, table.residual, getattr(table, column), where["mesh"], shape=where["shape"])
+
+
+def _qkv(
+    x_BSD: Tensor, w: Block, rope: tuple[Tensor, Tensor], parts: Parts, where: Where
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Norm and projections, in one where nothing moves between them."""
+    if where["table"].residual == where["table"].attn_x:
+        return parts.norm_qkv(x_BSD, w.norm_attn, w, *rope)
+    return parts.qkv(_moved(parts.norm(x_BSD, w.norm_attn), "attn_x", where), w, *rope)
+
+
+def _added(
+    x_BSD: Tensor,
+    y: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    names: tuple[str, str, str],
+    where: Where,
+    *,
+    value: bool = True,
+) -> Tensor:
+    """x + y @ weight.T + bias, the product placed as its factors leave it and moved to table.residual."""
+    table = where["table"]
+    column, first, second = names
+    spec = linear_out(linear_out(getattr(table, column), table.use[first]), table.use[second])
+    if spec == table.residual:
+        return add_linear(x_BSD, y, weight, bias, value=value)
+    z_BSD = redistribute(y @ weight.T, spec, table.residual, where["mesh"], shape=where["shape"])
+    return x_BSD + (z_BSD if bias is None else z_BSD + bias)
+
+
+def _mlp(x_BSD: Tensor, w: Block, parts: Parts, tile: int | None, value: bool, where: Where) -> Tensor:
+    """x plus the MLP's contribution. `value`: whether the result itself will be read, see `usp.kept`."""
+    table = where["table"]
+    names = ("mlp_x", "w_gate", "w_down")
+    local = table.residual == table.mlp_x
+    if tile is None:
+        if local:
+            h_BSF = parts.norm_act(x_BSD, w.norm_mlp, w)
+        else:
+            h_BSF = parts.act(_moved(parts.norm(x_BSD, w.norm_mlp), "mlp_x", where), w)
+        return _added(x_BSD, h_BSF, w.w_down, w.b_down, names, where, value=value)
+    h_BSD = _moved(parts.norm(x_BSD, w.norm_mlp), "mlp_x", where)
+    unused = dict.fromkeys(set(Block._fields) - {"w_gate", "b_gate", "w_up", "b_up", "w_down"})
+    weights = w._replace(**unused)
+    y_BSD = tiled(parts.mlp, h_BSD, weights, tile=tile, value=value)
+    spec = linear_out(linear_out(table.mlp_x, table.use["w_gate"]), table.use["w_down"])
+    y_BSD = redistribute(y_BSD, spec, table.residual, where["mesh"], shape=where["shape"])
+    return x_BSD + (y_BSD if w.b_down is None else y_BSD + w.b_down)
