@@ -7,12 +7,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.models.batches import tokens_of
+from usp import Batch, shard_batch, unshard_batch
 from usp.mesh import TABLES, build_mesh, local_slices
 from usp.mesh.agree import agree, gather_objects, place
-from usp.models import from_hf, init, load, named_leaves, param_specs, save, to_hf, writer
+from usp.models import from_hf, init, load, logits, named_leaves, param_specs, save, to_hf, writer
 from usp.models.stream import convert_checkpoint
 
 TABLE = TABLES["ulysses"]
+LENGTHS = ("dynamic rope", "longrope", "qwen2, upper layers")
 
 
 def bytes_read() -> int:
@@ -28,6 +31,7 @@ def two(rank: int, world: int, folder: Path, out: Path) -> dict[str, Any]:
         "refused": refused(rank, world, folder / "hf", out),
         "shared": shared(rank, folder, out),
         "agree": agreed(rank),
+        "logits": {name: logits_of(folder / name, build_mesh(ulysses=world)) for name in LENGTHS},
     }
 
 
@@ -36,6 +40,15 @@ def four(rank: int, world: int, folder: Path, out: Path) -> dict[str, Any]:
     cfg, params = load(folder / "own", table=TABLE, mesh=mesh)
     to_hf(params, cfg, out / "reloaded", table=TABLE, mesh=mesh)
     return {"read": there_and_back(world, folder / "hf", out), "agree": agreed_in_part(rank)}
+
+
+def logits_of(path: Path, mesh: Any) -> torch.Tensor:
+    """[2, 77, V] float64: beyond the original length, and cut into unequal parts."""
+    cfg, params = from_hf(path, table=TABLE, mesh=mesh, dtype=torch.float64)
+    shard = shard_batch(Batch(tokens=tokens_of(2, 77)), table=TABLE, mesh=mesh)
+    with torch.no_grad():
+        out = logits(params, shard, cfg, table=TABLE, mesh=mesh)
+        return unshard_batch(out, shard, table=TABLE, mesh=mesh)
 
 
 def there_and_back(world: int, source: Path, out: Path) -> int:

@@ -7,8 +7,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.models.batches import ONE
 from tests.models.files import assert_same_bytes, tensors_of
-from tests.models.run_convert import four, two
+from tests.models.run_convert import LENGTHS, four, logits_of, two
 from tests.models.tiny import hf_model, save_hf
 from tests.ranks import run_ranks
 from usp.models import from_hf, load, named_leaves, save
@@ -28,6 +29,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_file(tensors, folder / "twice" / "model.safetensors", metadata={"format": "pt"})
     cfg, params = from_hf(folder / "hf")
     save(params, cfg, folder / "own")
+    for name in LENGTHS:
+        save_hf(hf_model(name), folder / name)
     return folder
 
 
@@ -89,6 +92,16 @@ def test_files_are_dealt_over_ranks(folder: Path, of_two: tuple[list[dict[str, A
     reads = [result["shared"] for result in results]
     assert sum(reads) < total_of(folder / "hf") + 2 * HEADERS  # no tensor is read twice
     assert min(reads) > 100_000  # and none does it all
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_lengths_and_windows_are_those_of_the_whole_sequence(
+    name: str, folder: Path, of_two: tuple[list[dict[str, Any]], Path]
+) -> None:
+    want = logits_of(folder / name, ONE)
+    for result in of_two[0]:
+        # float64: the same products, summed over heads in another order
+        torch.testing.assert_close(result["logits"][name], want, atol=1e-10, rtol=0)
 
 
 def test_another_mesh_reads_it(folder: Path, of_four: tuple[list[dict[str, Any]], Path]) -> None:
