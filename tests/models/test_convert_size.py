@@ -91,19 +91,19 @@ def sparse(path: Path, num_layers: int) -> tuple[int, int]:
 
 
 def test_memory_is_that_of_the_largest_tensor(tmp_path: Path) -> None:
-    """Small, large, and large to another dtype: all tensors in one file, which is the harder case."""
+    """Small, and large to another dtype: all tensors in one file, which is the harder case."""
     (_, largest), (total, _) = sparse(tmp_path / "1", 1), sparse(tmp_path / "24", 24)
     assert total > 5 * largest
     growth = []
-    for layers, to, dtype in ((1, "usp", []), (24, "usp", []), (24, "hf", ["bfloat16"])):
+    for layers, to, dtype in ((1, "usp", []), (24, "hf", ["bfloat16"])):
         child = python(MEASURE, tmp_path / f"{layers}", tmp_path / f"{to}-{layers}", to, *dtype)
         growth.append(int(child.communicate(timeout=120)[0]))
         assert child.returncode == 0
     # pieces of 4 MB and what is made of one (cast, looked through: 10 MB), what the allocator keeps, and what
     # torch loads on the way
-    assert max(growth) < largest + 40 * MB, [g / MB for g in growth]
-    # 24 times the layers, the same memory but for freed pieces of up to 3 MB that the allocator keeps
-    assert growth[1] - growth[0] < 16 * MB
+    assert max(growth) < largest + 32 * MB, [g / MB for g in growth]
+    # 24 times the layers, and a cast: the same memory but for freed pieces that the allocator keeps
+    assert growth[1] - growth[0] < 20 * MB
 
 
 @pytest.mark.parametrize("point", ["layers.1.wq", "rename"])
@@ -132,6 +132,36 @@ def test_a_killed_conversion_leaves_nothing_that_looks_complete(point: str, tmp_
     convert_checkpoint(source, out, to="hf", max_shard_size="2KB")
     assert_same_bytes(tensors_of(out), tensors_of(tmp_path / "hf"))
     assert (out.stat().st_mode & 0o777) == (out.parent.stat().st_mode & 0o777)
+
+
+def test_the_command_on_two_processes(tmp_path: Path) -> None:
+    """One bar, one message, every file once; a refusal is said once and ends all."""
+    cfg = LlamaConfig(vocab_size=11, hidden_size=8, intermediate_size=12, num_layers=2, num_heads=2)
+    to_hf(init(cfg, seed=0), cfg, tmp_path / "hf")
+
+    def convert() -> subprocess.CompletedProcess[str]:
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        words = ["-m", "usp.tools.cli", "convert", tmp_path / "hf", tmp_path / "out", "--to", "usp"]
+        return subprocess.run(
+            [*launch, *map(str, words), "--max-shard-size", "1KB"],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    done = convert()
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(f"wrote {tmp_path / 'out'} (usp format)") == 1
+    assert done.stderr.count("write: 100%") == 1
+    written = dict(named_leaves(load(tmp_path / "out")[1]))
+    assert_same_bytes(written, dict(named_leaves(init(cfg, seed=0))))
+    again = convert()
+    assert again.returncode != 0
+    assert again.stderr.count("must be new or an empty folder") == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"hf", "out"}
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path: Path) -> None:
