@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from usp.mesh.constants import constant
+
 AXES: tuple[str, str, str] = ("dp", "ring", "ulysses")
 
 MeshLike = DeviceMesh | Mapping[str, int]
@@ -54,7 +56,7 @@ def axis_sizes(mesh: MeshLike) -> dict[str, int]:
     return dict(mesh)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def _named_sizes(mesh: DeviceMesh) -> tuple[tuple[str, int], ...]:
     """A constant inside torch.compile, which in 2.11 cannot read a mesh's shape."""
     names = mesh.mesh_dim_names

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from usp.mesh import collectives
+from usp.mesh.constants import constant
 from usp.mesh.devices import MeshLike, axis_sizes, coordinates, group_name
 from usp.mesh.plan import REDUCES, find_steps
 from usp.mesh.spec import Axes, P, chunk, chunk_lengths, dual
@@ -83,7 +84,7 @@ def _plain(spec: P) -> Plain:
     return spec.dims, spec.partial
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def _program(
     source: Plain, target: Plain, mesh: DeviceMesh, turns: int, summed: bool
 ) -> tuple[Instruction, ...]:

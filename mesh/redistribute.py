@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 
+from usp.mesh.constants import constant
 from usp.mesh.devices import MeshLike, axis_sizes, coordinates
 from usp.mesh.dtensor import NO_VMAP, global_stride, placements_of, spec_of, unwrapped
 from usp.mesh.linear import apply_linear
@@ -88,7 +89,7 @@ def _own_shape(src: P, mesh: MeshLike, shape: tuple[int, ...]) -> tuple[int, ...
     return tuple(own)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def _cuts(dims: tuple[Axes, ...], mesh: DeviceMesh) -> tuple[tuple[tuple[int, int], ...], ...]:
     """Per dimension, for each axis that cuts it: number of ranks and own index."""
     sizes, at = axis_sizes(mesh), coordinates(mesh)

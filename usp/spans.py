@@ -13,9 +13,8 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-import torch
-
 from usp.kernels.interface import PACKED, SOFTCAP, WINDOW, Segments
+from usp.mesh.constants import constant
 from usp.order import pieces
 
 
@@ -73,7 +72,7 @@ def runs(mask: Mask, rank: int, source: int) -> tuple[Run, ...]:
     return found
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def _constant_runs(mask: tuple[Any, ...], rank: int, source: int) -> tuple[Run, ...]:
     return _runs(Mask(*mask), rank, source)
 

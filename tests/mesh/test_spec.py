@@ -25,6 +25,7 @@ from usp.mesh import (
     redistribute,
     replicas,
 )
+from usp.mesh.constants import constant
 from usp.mesh.devices import AXES, check_world_size
 from usp.mesh.tables import MATRICES, VECTORS
 
@@ -175,10 +176,18 @@ def test_tables_are_complete(name: str) -> None:
         TABLES["mine"] = table  # type: ignore[index]
 
 
-def test_table_ulysses() -> None:
-    table = TABLES["ulysses"]
-    assert table.q == P("dp", "ring", "ulysses", None)
-    assert all(
-        spec.axes == set(AXES) for spec in table.rest.values()
-    )  # ZeRO-3: over all of dp, ring, ulysses
+@pytest.mark.parametrize(("name", "sequence"), [("ulysses", None), ("usp", "ring")])
+def test_heads_over_ulysses_and_a_ring_where_the_sequence_stays_cut(name: str, sequence: str | None) -> None:
+    table = TABLES[name]
+    assert table.q == P("dp", sequence, "ulysses", None)
+    # ZeRO-3: over all of dp, ring, ulysses
+    assert all(spec.axes == set(AXES) for spec in table.rest.values())
     assert all(not spec.axes for spec in table.use.values())
+
+
+def test_constants_are_marked_as_torch_marks_them() -> None:
+    def named() -> int:
+        return 1
+
+    theirs: Any = torch.compiler.assume_constant_result(lambda: 1)  # type: ignore[no-untyped-call]
+    assert vars(constant(named)) == vars(theirs)
