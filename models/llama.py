@@ -132,7 +132,8 @@ def loss(
     connected. Options and communication as for `hidden`, and nothing for the loss itself.
     """
     x_BSD, head_VD = _hidden_and_head(params, shard, cfg, table, mesh, options)
-    total = linear_cross_entropy(x_BSD, head_VD, shard.labels)
+    compiled = options.get("compile", False)
+    total = linear_cross_entropy(x_BSD, head_VD, shard.labels, compiled=compiled)
     return total / (shard.num_valid.clamp(min=1) * _num_replicas(table, mesh)).to(total.dtype)
 
 

@@ -82,34 +82,67 @@ def trade(dealt: Sequence[Dealt], mesh: MeshLike, axis: str, own_seq: tuple[int,
     """Each tensor's own range of heads over the whole sequence, all together: 1 all-to-all.
 
     `own_seq`: tokens that each rank of `axis` holds. Tensors may have head sizes of their own. Where ranges
-    overlap the heads are replicated, and their gradients summed in at least float32.
+    overlap the heads are replicated, and their gradients summed in at least float32. One copy packs (the
+    results are views of what arrives, their rows apart; for B = 1 they need no copy to be read flat).
     """
+    me, parts = coordinates(mesh)[axis], axis_sizes(mesh)[axis]
+    first = dealt[0][0]
+    widths = [sum((r[rank][1] - r[rank][0]) * x.shape[3] for x, r in dealt) for rank in range(parts)]
+    # to each rank [S@axis, B, its heads of all tensors], so that what arrives is [S, B, own heads]
+    flat = wire(dealt) if _in_order(dealt) else _cut_wire(dealt)
+    rows = first.shape[0]
+    came = exchange(
+        flat.reshape(-1), mesh, axis,
+        send=tuple(own_seq[me] * rows * width for width in widths),
+        receive=tuple(n * rows * widths[me] for n in own_seq),
+    )  # fmt: skip
+    return unwired(came, [(r[me][1] - r[me][0], x.shape[3]) for x, r in dealt], rows, sum(own_seq))
+
+
+def wire(dealt: Sequence[Dealt]) -> Tensor:
+    """[ranks, S@axis, B, heads * H] of tensors whose heads divide by the ranks: one copy, or one kernel."""
+    cut = [_by_rank(x, len(ranges)).permute(2, 1, 0, 3) for x, ranges in dealt]
+    return torch.cat(cut, 3)
+
+
+def _by_rank(x: Tensor, parts: int) -> Tensor:
+    """[B, S, N, H] -> [B, S, parts, N / parts * H]."""
+    return x.reshape(*x.shape[:2], parts, x.shape[2] // parts * x.shape[3])
+
+
+def unwired(came: Tensor, heads: Sequence[tuple[int, int]], rows: int, length: int) -> list[Tensor]:
+    """[S, B, heads * H of all tensors], flat -> views [B, S, heads, H], for (heads, H) of each."""
+    widths = [n * size for n, size in heads]
+    parts = torch.split(came.view(length, rows, sum(widths)), widths, 2)
+    return [p.view(length, rows, *h).transpose(0, 1) for p, h in zip(parts, heads, strict=True)]
+
+
+def _in_order(dealt: Sequence[Dealt]) -> bool:
+    """Whether every rank gets equally many heads of each tensor, one rank's after the other's."""
+    for x, ranges in dealt:
+        size = x.shape[2] // len(ranges)
+        if size * len(ranges) != x.shape[2]:
+            return False
+        if any(r != (i * size, (i + 1) * size) for i, r in enumerate(ranges)):
+            return False
+    return True
+
+
+def _cut_wire(dealt: Sequence[Dealt]) -> Tensor:
+    """As `wire`, flat, for any ranges."""
     dtype = dealt[0][0].dtype
-    unit = dealt[0][0].shape[3]  # heads travel as pieces of one size
-    for x, _ in dealt:
-        unit = _common(unit, x.shape[3])
     wide = torch.promote_types(dtype, torch.float32)
     sources = [
         (x.to(wide) if any(a[1] > b[0] for a, b in pairwise(ranges)) else x, ranges) for x, ranges in dealt
     ]
-    pieces = [
-        _in_units(x[:, :, slice(*ranges[rank])].to(dtype), unit).movedim(2, 0)
-        for rank in range(axis_sizes(mesh)[axis])
-        for x, ranges in sources
-    ]
-    # [heads in sending order, B, S@axis, H] -> [own heads, B, S, H]: one copy before, one after
-    packed = torch.cat(pieces)
-    sizes = [
-        [(r[rank][1] - r[rank][0]) * (x.shape[3] // unit) for x, r in dealt] for rank in range(len(own_seq))
-    ]
-    per_rank = tuple(sum(each) for each in sizes)
-    moved = exchange(packed, mesh, axis, split_dim=0, split_sizes=per_rank, cat_dim=2, cat_sizes=own_seq)
-    me = coordinates(mesh)[axis]
-    out = []
-    for part, (x, ranges) in zip(torch.split(moved, sizes[me]), dealt, strict=True):
-        num_heads = ranges[me][1] - ranges[me][0]
-        out.append(part.movedim(0, 2).reshape(*part.shape[1:3], num_heads, x.shape[3]))
-    return out
+    blocks = []
+    for rank in range(len(dealt[0][1])):
+        heads = [x[:, :, slice(*ranges[rank])].to(dtype).transpose(0, 1).flatten(2) for x, ranges in sources]
+        block = torch.cat(heads, 2)
+        blocks.append(block.reshape(1, block.numel()))
+    return torch.cat(
+        blocks, 1
+    )  # of 2 dimensions: vmap loses its own in a join of flat tensors without entries
 
 
 def with_equal_groups(k: Tensor, v: Tensor, deal: Deal, group: int) -> tuple[Tensor, Tensor]:
@@ -143,12 +176,20 @@ def heads_to_seq(o: Tensor, *, num_heads: int, mesh: MeshLike, table: Table, seq
 def trade_back(
     o: Tensor, mesh: MeshLike, axis: str, num_heads: tuple[int, ...], own_seq: tuple[int, ...]
 ) -> Tensor:
-    """o [B, S, own heads, H] -> [B, S@axis, all ranks' heads, H]: 1 all-to-all; `num_heads` of each rank."""
-    # [S, B, N@axis, H] -> [S@axis, B, N, H]: for B = 1 the packing is free
-    x = exchange(
-        o.movedim(1, 0), mesh, axis, split_dim=0, split_sizes=own_seq, cat_dim=2, cat_sizes=num_heads
-    )
-    return x.movedim(0, 1)
+    """o [B, S, own heads, H] -> [B, S@axis, all ranks' heads, H]: 1 all-to-all; `num_heads` of each rank.
+
+    One copy unpacks; for B = 1 packing is free.
+    """
+    me, (rows, _, own, size) = coordinates(mesh)[axis], o.shape
+    receive = tuple(own_seq[me] * rows * n * size for n in num_heads)
+    # [S, B, own heads, H] to each rank its rows; from each rank [S@axis, B, its heads, H]
+    came = exchange(
+        o.transpose(0, 1).reshape(-1), mesh, axis,
+        send=tuple(n * rows * own * size for n in own_seq), receive=receive,
+    )  # fmt: skip
+    blocks = torch.split(came, list(receive))
+    heads = [b.view(own_seq[me], rows, n, size) for b, n in zip(blocks, num_heads, strict=True)]
+    return torch.cat(heads, 2).transpose(0, 1)
 
 
 def trading_axis(table: Table, mesh: MeshLike) -> str | None:
@@ -186,15 +227,3 @@ def _local_groups(deal: Deal, group: int) -> list[int] | None:
     runs = [used.count(kv) for kv in range(deal.kv_stop - deal.kv_start)]
     size = next(n for n in range(min(runs), 0, -1) if all(run % n == 0 for run in runs))
     return None if all(run == size for run in runs) else used[::size]
-
-
-def _common(a: int, b: int) -> int:
-    """Greatest common divisor, in arithmetic that torch.compile takes."""
-    return next(n for n in range(min(a, b), 0, -1) if a % n == 0 and b % n == 0)
-
-
-def _in_units(t: Tensor, unit: int) -> Tensor:
-    """[B, S, N, H] -> [B, S, N * H / unit, unit]."""
-    if t.shape[3] == unit:
-        return t
-    return t.reshape(*t.shape[:2], t.shape[2] * (t.shape[3] // unit), unit)

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from usp.products import add_product
+
 IGNORE = -100
-MAX_TILE_ELEMENTS = 2**28  # logits of one tile; far below 2^31, where 32-bit indexing ends
+MAX_TILE_ELEMENTS = 2**29  # logits of one tile; below 2^31, where 32-bit indexing ends
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, *, tile: int = 1024) -> Tensor:
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, labels: Tensor, *, tile: int = 4096, compiled: bool = False
+) -> Tensor:
     """Sum of the token losses of softmax(x @ weight.T) against `labels`.
 
     x [..., D] and weight [V, D] of one dtype, labels [...] int64 with -100 for tokens that do not count.
-    Scalar in float32 (float64 for float64 input). Logits are made in tiles of at most `tile` tokens and made
-    again in the backward, where the gradient of `weight` is summed in the result's precision. The number of
+    Scalar in float32 (float64 for float64 input). Logits are made in tiles of at most `tile` tokens, once:
+    where a gradient is asked for it is computed with the loss, that of `weight` summed in the result's
+    precision (the idea of Liger's fused loss, arXiv 2410.10989), and scaled in the backward. The number of
     tiles depends on shapes alone. Without a valid label the loss and all gradients are exactly zero. Any
-    order of derivative, in reverse and forward mode (inside torch.compile reverse only). Does not
+    order of derivative, in reverse and forward mode (inside torch.compile reverse only), at the price of a
+    second look at the tiles. `compiled`: what is done to a tile's logits is one compiled pass. Does not
     communicate. Raises ValueError for shapes that do not fit.
     """
     if labels.shape != x.shape[:-1] or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
@@ -30,9 +37,12 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, *, tile: int
     if tile < 1:
         raise ValueError(f"tile={tile} must be at least 1. Give the number of tokens per tile.")
     tile = max(1, min(tile, MAX_TILE_ELEMENTS // weight.shape[0]))
-    face = _LinearCrossEntropy if torch.compiler.is_compiling() else _Transformable
-    loss = face.apply(x.reshape(-1, x.shape[-1]), weight, labels.reshape(-1), tile)  # type: ignore[no-untyped-call]
-    return cast(Tensor, loss)
+    x, labels = x.reshape(-1, x.shape[-1]), labels.reshape(-1)
+    if torch.compiler.is_compiling():
+        return cast(Tensor, _LinearCrossEntropy.apply(x, weight, labels, tile))  # type: ignore[no-untyped-call]
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad) and _one_gradient():
+        return cast(Tensor, _Fused.apply(x, weight, labels, tile, compiled)[0])  # type: ignore[no-untyped-call]
+    return cast(Tensor, _Transformable.apply(x, weight, labels, tile))  # type: ignore[no-untyped-call]
 
 
 def _tiles(tile: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -53,30 +63,33 @@ def _d_logits(logits_TV: Tensor, valid_T: Tensor, index_T: Tensor) -> Tensor:
     return (torch.softmax(logits_TV, -1) - target) * valid_T.to(logits_TV.dtype).unsqueeze(-1)
 
 
-def _transformed() -> bool:
-    """Whether torch.func or torch.compile is at work, under which nothing is written in place."""
+def _levels() -> list[Any]:
+    """The torch.func transforms at work, outermost first."""
     functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
-    return torch.compiler.is_compiling() or functorch.peek_interpreter_stack() is not None
+    return list(functorch.get_interpreter_stack() or [])
 
 
-def _first_gradients(
+def _one_gradient() -> bool:
+    """Whether one reverse-mode derivative at most is under way."""
+    functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    levels = _levels()
+    return not levels or (len(levels) == 1 and levels[0].key() == functorch.TransformType.Grad)
+
+
+def _backward(
     x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, grad: Tensor, tile: int
-) -> tuple[Tensor, Tensor, None, None]:
-    """What `backward` computes, for no further derivative: written over itself, two tiles of logits at most
-    and one gradient of `weight` in the wide dtype."""
-    grads_x, sums = [], None
+) -> tuple[Tensor, Tensor]:
+    """Gradients in plain operations, which can be differentiated again."""
+    grads_x = []
+    grad_weight: Tensor | None = None
     for x, labels in _tiles(tile, x_TD, labels_T):
-        logits, valid, index = _tile_logits(x, weight_VD, labels)
-        d_logits = torch.softmax(logits, -1)
-        del logits
-        d_logits = d_logits.scatter_add_(-1, index.unsqueeze(-1), -torch.ones_like(d_logits[:, :1]))
-        d_logits = d_logits.mul_((valid.to(d_logits.dtype) * grad).unsqueeze(-1))
+        d_logits = _d_logits(*_tile_logits(x, weight_VD, labels)) * grad
         part = d_logits.to(x.dtype)
         grads_x.append(part @ weight_VD)
-        part = part.T @ x
-        sums = part.to(d_logits.dtype) if sums is None else sums.add_(part)
-    assert sums is not None
-    return torch.cat(grads_x), sums.to(weight_VD.dtype), None, None
+        part = (part.T @ x).to(d_logits.dtype)
+        grad_weight = part if grad_weight is None else grad_weight + part
+    assert grad_weight is not None
+    return torch.cat(grads_x), grad_weight.to(weight_VD.dtype)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -102,19 +115,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None, None]:
-        x_TD, weight_VD, labels_T = ctx.saved_tensors
-        if not torch.is_grad_enabled() and not _transformed():
-            return _first_gradients(x_TD, weight_VD, labels_T, grads[0], ctx.tile)
-        grads_x = []
-        grad_weight: Tensor | None = None
-        for x, labels in _tiles(ctx.tile, x_TD, labels_T):
-            d_logits = _d_logits(*_tile_logits(x, weight_VD, labels)) * grads[0]
-            part = d_logits.to(x.dtype)
-            grads_x.append(part @ weight_VD)
-            part = (part.T @ x).to(d_logits.dtype)
-            grad_weight = part if grad_weight is None else grad_weight + part
-        assert grad_weight is not None
-        return torch.cat(grads_x), grad_weight.to(weight_VD.dtype), None, None
+        return *_backward(*ctx.saved_tensors, grads[0], ctx.tile), None, None
 
 
 class _Transformable(_LinearCrossEntropy):
@@ -129,3 +130,59 @@ class _Transformable(_LinearCrossEntropy):
             step = _d_logits(*_tile_logits(x, weight_VD, labels))
             total = total + (step * (dx @ weight_VD.T + x @ d_weight_VD.T)).sum()
         return cast(Tensor, total)
+
+
+class _Fused(torch.autograd.Function):
+    """The loss with its gradients: logits are made once. Results: loss, gradient of x, gradient of weight."""
+
+    @staticmethod
+    def forward(
+        x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, tile: int, compiled: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        wide = torch.promote_types(x_TD.dtype, torch.float32)
+        look = _compiled_look() if compiled else _look
+        total, grad_x = x_TD.new_zeros((), dtype=wide), torch.empty_like(x_TD)
+        grad_weight: Tensor | None = None
+        for x, labels, grad in _tiles(tile, x_TD, labels_T, grad_x):
+            loss, d_logits = look(x @ weight_VD.T, labels)
+            total += loss
+            torch.mm(d_logits, weight_VD, out=grad)
+            grad_weight = add_product(grad_weight, d_logits.T, x)
+        assert grad_weight is not None
+        return total, grad_x, grad_weight.to(weight_VD.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *tensors, ctx.tile, _ = inputs
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, *output[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        x_TD, weight_VD, labels_T, grad_x, grad_weight = ctx.saved_tensors
+        if torch.is_grad_enabled() or _levels():  # to be differentiated again
+            return *_backward(x_TD, weight_VD, labels_T, grads[0], ctx.tile), None, None, None
+        scale = grads[0]
+        return (
+            grad_x * scale.to(grad_x.dtype) if ctx.needs_input_grad[0] else None,
+            grad_weight * scale.to(grad_weight.dtype) if ctx.needs_input_grad[1] else None,
+            None, None, None,
+        )  # fmt: skip
+
+
+def _look(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum of the losses of one tile, and the gradient of its logits, which it writes over, in their dtype."""
+    wide = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
+    valid_T = labels_T != IGNORE
+    index_T1 = labels_T.where(valid_T, 0).unsqueeze(1)
+    lse_T1 = wide.logsumexp(1, keepdim=True)
+    losses_T1 = (lse_T1 - wide.gather(1, index_T1)).where(valid_T.unsqueeze(1), 0.0)
+    target = torch.arange(wide.shape[1], device=wide.device) == index_T1
+    d_logits = wide.sub_(lse_T1).exp_().add_(target, alpha=-1).mul_(valid_T.unsqueeze(1))
+    return losses_T1.sum(), d_logits.to(logits_TV.dtype)
+
+
+@lru_cache(maxsize=1)
+def _compiled_look() -> Any:
+    return torch.compile(_look, fullgraph=True, dynamic=False)

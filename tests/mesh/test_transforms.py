@@ -164,30 +164,32 @@ def whole_derivatives() -> None:
 
 
 def exchanges() -> None:
-    """`exchange`: pieces of any length, e.g. heads dealt 2, 1, 0, 3; negative dimensions; all transforms."""
+    """`exchange`: pieces of any length, also none; all transforms."""
     mesh = mesh_of((1, 1, 4))
-    me, split, cat = mesh.get_coordinate()[2], (2, 1, 0, 3), (3, 1, 2, 2)  # type: ignore[index]
-    X = dense((sum(cat), sum(split)))
-    begin, start = sum(cat[:me]), sum(split[:me])
-    x, want = X[begin : begin + cat[me]], X[:, start : start + split[me]]
+    me = mesh.get_coordinate()[2]  # type: ignore[index]
+    lengths = torch.tensor([[3, 0, 2, 1], [1, 1, 4, 0], [0, 2, 1, 5], [2, 3, 0, 1]])  # from row to column
+    send, receive = tuple(lengths[me].tolist()), tuple(lengths[:, me].tolist())
+    pieces = [
+        [dense((int(n),)) + 100 * i + 10 * j for j, n in enumerate(row)] for i, row in enumerate(lengths)
+    ]
+    x, want = torch.cat(pieces[me]), torch.cat([row[me] for row in pieces])
 
-    def move(x: Tensor, dims: tuple[int, int] = (1, 0)) -> Tensor:
-        return exchange(
-            x, mesh, "ulysses", split_dim=dims[0], split_sizes=split, cat_dim=dims[1], cat_sizes=cat
-        )
+    def move(x: Tensor) -> Tensor:
+        return exchange(x, mesh, "ulysses", send=send, receive=receive)
 
     assert torch.equal(move(x), want)
-    assert torch.equal(move(x, (-1, -2)), want)
     assert torch.equal(vjp(move, x)[1](want)[0], x)
     assert torch.equal(jvp(move, (x,), (2 * x,))[1], 2 * want)
-    xs = torch.stack([x, 3 * x], dim=1)
-    for dims in ((1, 0), (-1, -2)):
-        assert torch.equal(vmap(lambda x: move(x, dims), in_dims=1)(xs), torch.stack([want, 3 * want]))  # noqa: B023
-    for bad in ({"split_sizes": split[:3]}, {"cat_sizes": (*cat[:3], 9)}, {"split_sizes": (2, 1, 1, 3)}):
-        sizes = {"split_sizes": split, "cat_sizes": cat, **bad}
+    assert torch.equal(vmap(move, in_dims=1)(torch.stack([x, 3 * x], 1)), torch.stack([want, 3 * want]))
+    many = torch.stack([x, 3 * x, -x, x + 1]).view(2, 2, -1)
+    assert torch.equal(vmap(vmap(move))(many)[1, 0], -want)
+    for bad in ({"send": send[:3]}, {"receive": (*receive, 1)}, {"send": (*send[:3], 9)}):
         if me == 3:
-            with pytest.raises(ValueError, match="sizes"):
-                exchange(x, mesh, "ulysses", split_dim=1, cat_dim=0, **sizes)
+            with pytest.raises(ValueError, match=r"one size per rank|sizes that add up"):
+                exchange(x, mesh, "ulysses", **({"send": send, "receive": receive} | bad))
+    if me == 0:
+        with pytest.raises(ValueError, match="must be flat"):
+            exchange(x[None], mesh, "ulysses", send=send, receive=receive)
 
 
 def test_jacobians_and_exchange(ranks: Pool) -> None:
