@@ -200,7 +200,7 @@ BASES = [
 ]
 
 
-@settings(few, max_examples=400)
+@settings(few, max_examples=250)
 @given(base=st.sampled_from(BASES), data=st.data())
 def test_any_configuration(base: dict[str, Any], data: st.DataObject) -> None:
     """Read or refused with a ValueError; what is read can be written, and is itself then."""
