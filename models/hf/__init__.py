@@ -1,0 +1,19 @@
+"""Use with Hugging Face: the functional model as a module, and any Transformers model on shards.
+
+Importing this needs Transformers alone; `usp.models.hf.trainer` and `.sft` ask for the extra `hf`.
+"""
+
+from usp.models.hf.bridge import BridgedCausalLM
+from usp.models.hf.inputs import shard_inputs, to_batch
+from usp.models.hf.parallel import SequenceParallel, sequence_parallel
+from usp.models.hf.reduce import reduce_module_grads, reported
+
+__all__ = [
+    "BridgedCausalLM",
+    "SequenceParallel",
+    "reduce_module_grads",
+    "reported",
+    "sequence_parallel",
+    "shard_inputs",
+    "to_batch",
+]

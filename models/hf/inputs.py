@@ -1,0 +1,178 @@
+"""From a batch as Hugging Face collators make it to `Batch` and `Shard`.
+
+Document boundaries are taken from what says so, never from the values of position_ids.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from usp import Batch, Shard, shard_batch
+from usp.loss import IGNORE
+from usp.mesh import TABLES, MeshLike, Table, axis_sizes, local_slices
+from usp.order import ring_degree, zigzag
+
+CU_SEQLENS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
+# What collators add beside boundaries for one kernel's sake: it says nothing that the boundaries do not.
+_DERIVED = ("max_length_q", "max_length_k", "seq_idx")
+_TAKEN = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids", *CU_SEQLENS, *_DERIVED)
+
+
+def to_batch(inputs: Mapping[str, Any]) -> Batch:
+    """The global `Batch` of a collated batch.
+
+    input_ids [B, S]; labels [B, S], not shifted; attention_mask [B, S], padding on the right; cu_seqlens (or
+    cu_seq_lens_q and _k): boundaries over the B rows laid end to end, every end of a row among them.
+    Keys whose value is None do not count. Raises ValueError for a key that is not known, boundaries that
+    disagree, and position_ids that restart where no boundary does.
+    """
+    given = {key: value for key, value in inputs.items() if value is not None}
+    unknown = sorted(given.keys() - set(_TAKEN))
+    if unknown or "input_ids" not in given:
+        raise ValueError(
+            f"inputs={sorted(given)} must hold input_ids, and of the rest only {', '.join(_TAKEN[1:])}; got "
+            f"{unknown or 'no input_ids'}. Remove the others in the collator."
+        )
+    tokens = given["input_ids"].cpu()
+    edges = _edges(given, tokens.shape)
+    valid = given.get("attention_mask")
+    if valid is not None and valid.shape != tokens.shape:
+        raise ValueError(
+            f"attention_mask={tuple(valid.shape)} must mark padding, [B, S], got input_ids="
+            f"{tuple(tokens.shape)}. Leave it out and pass cu_seqlens for documents."
+        )
+    labels = given.get("labels")
+    if labels is None:
+        labels = torch.full_like(tokens, IGNORE)
+    return Batch(tokens, labels, edges, None if valid is None else valid.cpu().bool())
+
+
+def shard_inputs(
+    inputs: Mapping[str, Any],
+    *,
+    table: Table,
+    mesh: MeshLike,
+    device: torch.device | str | None = None,
+    num_valid: Tensor | int | None = None,
+) -> Shard:
+    """This rank's `Shard` of one collated global batch, the same on every rank. Does not communicate.
+
+    As `to_batch`, and: shift_labels [B, S] are targets already shifted, used as they are instead of labels;
+    position_ids [B, S] replace the positions counted from each document's start. Rows without targets are
+    added where the ranks that share the rows do not divide their number. `num_valid`: targets of the whole
+    step, where this batch is only a part of it.
+    """
+    batch = to_batch(inputs)
+    batch, added = _with_rows(batch, math.prod(axis_sizes(mesh)[a] for a in table.tokens[0]))
+    shard = shard_batch(batch, table=table, mesh=mesh, device=device)
+    targets, positions = inputs.get("shift_labels"), inputs.get("position_ids")
+    if targets is not None:
+        targets = _add_rows(targets.cpu(), added, IGNORE)
+        count = (targets != IGNORE).sum().double().to(shard.num_valid.device)
+        shard = shard._replace(labels=_place(targets, IGNORE, shard, table, mesh), num_valid=count)
+    if positions is not None:
+        rows = _add_rows(positions.cpu().expand(batch.tokens.shape[0] - added, -1), added, 0)
+        _check_positions(rows, batch)
+        shard = shard._replace(positions=_place(rows, 0, shard, table, mesh))
+    if num_valid is not None:
+        count = torch.as_tensor(num_valid, device=shard.num_valid.device, dtype=shard.num_valid.dtype)
+        shard = shard._replace(num_valid=count)
+    return shard
+
+
+def count_targets(inputs: Mapping[str, Any]) -> int:
+    """Targets of a collated batch: labels that follow another token of their own document."""
+    if inputs.get("shift_labels") is not None:
+        return int((inputs["shift_labels"] != IGNORE).sum())
+    one = {"dp": 1, "ring": 1, "ulysses": 1}
+    return int(shard_batch(to_batch(inputs), table=TABLES["replicated"], mesh=one).num_valid)
+
+
+def merge(parts: Sequence[Mapping[str, Any]], *, pad: int = 0) -> dict[str, Tensor]:
+    """Collated batches as one: rows under each other, shorter ones padded on the right."""
+    batches = [to_batch(part) for part in parts]
+    length = max(batch.tokens.shape[1] for batch in batches)
+    tokens, labels, valid, edges, base = [], [], [], [0], 0
+    for batch in batches:
+        assert batch.labels is not None
+        num_rows, seq_len = batch.tokens.shape
+        extra = length - seq_len
+        tokens.append(torch.nn.functional.pad(batch.tokens, (0, extra), value=pad))
+        labels.append(torch.nn.functional.pad(batch.labels, (0, extra), value=IGNORE))
+        own = torch.ones_like(batch.tokens, dtype=torch.bool) if batch.valid is None else batch.valid
+        valid.append(torch.nn.functional.pad(own, (0, extra), value=False))
+        for row in range(num_rows):
+            inner = [0, seq_len] if batch.cu_seqlens is None else [int(e) for e in batch.cu_seqlens[row]]
+            edges += [base + edge for edge in dict.fromkeys([*inner[1:], length])]
+            base += length
+    return {
+        "input_ids": torch.cat(tokens),
+        "labels": torch.cat(labels),
+        "attention_mask": torch.cat(valid).long(),
+        "cu_seqlens": torch.tensor(edges, dtype=torch.int32),
+    }
+
+
+def _edges(given: Mapping[str, Any], shape: torch.Size) -> list[list[int]] | None:
+    """Boundaries of each row, from 0 to S."""
+    named = {key: [int(edge) for edge in given[key]] for key in CU_SEQLENS if key in given}
+    if not named:
+        return None
+    flat, *others = named.values()
+    if any(other != flat for other in others):
+        raise ValueError(f"{', '.join(named)} must agree, got {named}. Pass one of them.")
+    num_rows, seq_len = shape
+    ends = [row * seq_len for row in range(num_rows + 1)]
+    if not set(ends) <= set(flat) or flat != sorted(set(flat)) or flat[-1] != ends[-1]:
+        raise ValueError(
+            f"{next(iter(named))} must rise from 0 to B * S through the end of every row, got B={num_rows}, "
+            f"S={seq_len} and {flat[:3]}..{flat[-1:]}. Pass boundaries of the whole batch, not of one shard."
+        )
+    rows = []
+    for start, stop in pairwise(ends):
+        rows.append([edge - start for edge in flat if start <= edge <= stop])
+    return rows
+
+
+def _check_positions(positions: Tensor, batch: Batch) -> None:
+    """position_ids may start anywhere, but must not restart inside what is one document."""
+    bounds = batch.cu_seqlens or [[0, positions.shape[1]]] * positions.shape[0]
+    kept = torch.ones_like(positions, dtype=torch.bool) if batch.valid is None else batch.valid
+    for row, edges in enumerate(bounds):
+        falls = ((positions[row].diff() < 0) & kept[row, 1:]).nonzero().flatten() + 1
+        inside = sorted({int(at) for at in falls} - {int(edge) for edge in edges})
+        if inside:
+            raise ValueError(
+                f"position_ids[{row}] must not restart inside a document, got a restart at {inside[0]}. Pass "
+                f"cu_seqlens for packed documents (collators: return_flash_attn_kwargs=True); they are not "
+                f"guessed from positions."
+            )
+
+
+def _with_rows(batch: Batch, multiple: int) -> tuple[Batch, int]:
+    num_rows, seq_len = batch.tokens.shape
+    added = -num_rows % multiple
+    if not added:
+        return batch, 0
+    bounds = None if batch.cu_seqlens is None else [*batch.cu_seqlens, *([[0, seq_len]] * added)]
+    assert batch.labels is not None
+    valid = None if batch.valid is None else _add_rows(batch.valid, added, 0)
+    tokens, labels = _add_rows(batch.tokens, added, 0), _add_rows(batch.labels.cpu(), added, IGNORE)
+    return Batch(tokens, labels, bounds, valid), added
+
+
+def _add_rows(x: Tensor, count: int, value: int) -> Tensor:
+    return torch.cat([x, x.new_full((count, *x.shape[1:]), value)]) if count else x
+
+
+def _place(x: Tensor, fill: int, shard: Shard, table: Table, mesh: MeshLike) -> Tensor:
+    """[B, S] -> what `shard_batch` gives this rank of it."""
+    x = torch.nn.functional.pad(x, (0, shard.seq_len - x.shape[1]), value=fill)
+    x = zigzag(x, ring_degree(table, mesh), dim=1)
+    return x[local_slices(table.tokens, tuple(x.shape), mesh)].to(shard.tokens.device)
