@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,14 @@ def build_mesh(*, dp: int = 1, ring: int = 1, ulysses: int = 1, device_type: str
     check_world_size(dist.get_world_size(), **degrees)
     if device_type is None:
         device_type = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
-    return init_device_mesh(device_type, tuple(degrees.values()), mesh_dim_names=AXES)
+    # groups of their own for the axes, so that attention's exchanges do not queue with the weights' gathers,
+    # which go over the group of all ranks
+    own: dict[int | str, Any] = {
+        name: "nccl" for name, n in degrees.items() if n > 1 and device_type == "cuda"
+    }
+    return init_device_mesh(
+        device_type, tuple(degrees.values()), mesh_dim_names=AXES, backend_override=own or None
+    )
 
 
 def check_world_size(world_size: int, *, dp: int, ring: int, ulysses: int) -> None:

@@ -10,9 +10,9 @@ from typing import TypedDict
 from torch import Tensor
 
 from usp import attention, heads_to_seq, seq_to_heads
-from usp.heads import with_equal_groups
+from usp.heads import Deal, trading_axis, wired_to_heads, with_equal_groups
 from usp.kept import Kept
-from usp.mesh import Table, redistribute
+from usp.mesh import Table, axis_sizes, redistribute
 from usp.models.config import LlamaConfig
 from usp.models.head_chunks import by_chunks
 from usp.models.layout import linear_out
@@ -57,7 +57,6 @@ def block(
     parts = local_parts(cfg, compiled)
     w, deal = own_heads(w, cfg, table, mesh)
     rope = cos, sin
-    there: _There = {"mesh": mesh, "table": table, "seq_len": shape[1]}
     if head_chunks > 1:
         h_BSD = _moved(parts.norm(x_BSD, w.norm_attn), "attn_x", where)
         o_BSNH = by_chunks(
@@ -65,26 +64,16 @@ def block(
             kept=kept, **where,
         )  # fmt: skip
     else:
-        q_BSNH, k_BSKH, v_BSKH = _qkv(x_BSD, w, rope, parts, where)
-        if deal is not None:
-            k_BSKH, v_BSKH = with_equal_groups(k_BSKH, v_BSKH, deal, cfg.num_heads // cfg.num_kv_heads)
-        # [B, S@ulysses, N, H] -> [B, S, N@ulysses, H]: 1 all-to-all for q, k and v
-        q_BSNH, k_BSKH, v_BSKH = seq_to_heads(q_BSNH, k_BSKH, v_BSKH, **there)
+        q_BSNH, k_BSKH, v_BSKH = _qkv_at_heads(x_BSD, w, rope, deal, parts, where)
         o_BSNH = attention(
             q_BSNH, k_BSKH, v_BSKH, table=table, mesh=mesh, cu_seqlens=cu_seqlens, window=window,
             kernel=kernel, kept=kept,
         )  # fmt: skip
         # [B, S, N@ulysses, H] -> [B, S@ulysses, N, H]: 1 all-to-all
-        o_BSNH = heads_to_seq(o_BSNH, num_heads=cfg.num_heads, **there)
+        o_BSNH = heads_to_seq(o_BSNH, num_heads=cfg.num_heads, mesh=mesh, table=table, seq_len=shape[1])
     x_BSD = _added(x_BSD, o_BSNH.flatten(-2), w.wo, w.bo, ("attn_x", "wq", "wo"), where)
     value = kept is None or not kept.value_unused
     return _mlp(x_BSD, w, parts, mlp_tile, value, where)
-
-
-class _There(TypedDict):
-    mesh: Mesh
-    table: Table
-    seq_len: int
 
 
 def _moved(x_BSD: Tensor, column: str, where: Where) -> Tensor:
@@ -93,13 +82,25 @@ def _moved(x_BSD: Tensor, column: str, where: Where) -> Tensor:
     return redistribute(x_BSD, table.residual, getattr(table, column), where["mesh"], shape=where["shape"])
 
 
-def _qkv(
-    x_BSD: Tensor, w: Block, rope: tuple[Tensor, Tensor], parts: Parts, where: Where
+def _qkv_at_heads(
+    x_BSD: Tensor, w: Block, rope: tuple[Tensor, Tensor], deal: Deal | None, parts: Parts, where: Where
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Norm and projections, in one where nothing moves between them."""
-    if where["table"].residual == where["table"].attn_x:
-        return parts.norm_qkv(x_BSD, w.norm_attn, w, *rope)
-    return parts.qkv(_moved(parts.norm(x_BSD, w.norm_attn), "attn_x", where), w, *rope)
+    """x at table.residual -> q, k, v where attention runs: [B, S, N@ulysses, H], 1 all-to-all at most."""
+    cfg, table, mesh, seq_len = where["cfg"], where["table"], where["mesh"], where["shape"][1]
+    local, axis = table.residual == table.attn_x, trading_axis(table, mesh)
+    ranks = 1 if axis is None else axis_sizes(mesh)[axis]
+    if local and axis is not None and cfg.num_heads % ranks == 0 and cfg.num_kv_heads % ranks == 0:
+        wired = parts.norm_qkv_wire(x_BSD, w.norm_attn, w, *rope, ranks)
+        own = [(n // ranks, cfg.head_dim) for n in (cfg.num_heads, cfg.num_kv_heads, cfg.num_kv_heads)]
+        q, k, v = wired_to_heads(wired, own, mesh=mesh, table=table, seq_len=seq_len)
+        return q, k, v
+    if local:
+        q, k, v = parts.norm_qkv(x_BSD, w.norm_attn, w, *rope)
+    else:
+        q, k, v = parts.qkv(_moved(parts.norm(x_BSD, w.norm_attn), "attn_x", where), w, *rope)
+    if deal is not None:
+        k, v = with_equal_groups(k, v, deal, cfg.num_heads // cfg.num_kv_heads)
+    return seq_to_heads(q, k, v, mesh=mesh, table=table, seq_len=seq_len)
 
 
 def _added(

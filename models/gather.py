@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypedDict
 
 import torch
@@ -18,7 +19,7 @@ from usp.models.params import Block, Leaf, Mesh, Params, abstract, spec_of
 class Options(TypedDict, total=False):
     """How the layers run; what each means is said at `usp.scan` and `usp.models.loss`."""
 
-    remat: str
+    remat: str | Sequence[str]
     group: int
     offload: str
     arena: Arena | None

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from usp.heads import wire
 from usp.models.config import LlamaConfig
 from usp.models.params import Block
 from usp.models.rope import rope
@@ -36,6 +37,8 @@ class Parts(NamedTuple):
     norm: Callable[[Tensor, Tensor], Tensor]
     qkv: Callable[[Tensor, Block, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     norm_qkv: Callable[[Tensor, Tensor, Block, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+    norm_qkv_wire: Callable[[Tensor, Tensor, Block, Tensor, Tensor, int], Tensor]
+    """q, k and v as `usp.heads.wire` puts them for so many ranks, written there by the kernel that rotates."""
     q: Callable[[Tensor, Block, Tensor, Tensor], Tensor]
     kv: Callable[[Tensor, Block, Tensor, Tensor], tuple[Tensor, Tensor]]
     act: Callable[[Tensor, Block], Tensor]
@@ -72,6 +75,9 @@ def local_parts(cfg: LlamaConfig, compiled: bool) -> Parts:
     ) -> tuple[Tensor, Tensor, Tensor]:
         return qkv(norm(x, weight), w, cos, sin)
 
+    def norm_qkv_wire(x: Tensor, weight: Tensor, w: Block, cos: Tensor, sin: Tensor, parts: int) -> Tensor:
+        return wire(norm_qkv(x, weight, w, cos, sin), parts)
+
     def act(x: Tensor, w: Block) -> Tensor:
         return F.silu(F.linear(x, w.w_gate, w.b_gate)) * F.linear(x, w.w_up, w.b_up)
 
@@ -81,7 +87,7 @@ def local_parts(cfg: LlamaConfig, compiled: bool) -> Parts:
     def mlp(x: Tensor, w: Block) -> Tensor:
         return F.linear(act(x, w), w.w_down)
 
-    parts = Parts(norm, qkv, norm_qkv, q, kv, act, norm_act, mlp)
+    parts = Parts(norm, qkv, norm_qkv, norm_qkv_wire, q, kv, act, norm_act, mlp)
     if not compiled:
         return parts
     logging.getLogger("usp").info("compiling the parts of a layer; the first step takes some seconds longer")

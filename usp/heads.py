@@ -85,24 +85,50 @@ def trade(dealt: Sequence[Dealt], mesh: MeshLike, axis: str, own_seq: tuple[int,
     overlap the heads are replicated, and their gradients summed in at least float32. One copy packs (the
     results are views of what arrives, their rows apart; for B = 1 they need no copy to be read flat).
     """
-    me, parts = coordinates(mesh)[axis], axis_sizes(mesh)[axis]
-    first = dealt[0][0]
-    widths = [sum((r[rank][1] - r[rank][0]) * x.shape[3] for x, r in dealt) for rank in range(parts)]
+    me, rows = coordinates(mesh)[axis], dealt[0][0].shape[0]
     # to each rank [S@axis, B, its heads of all tensors], so that what arrives is [S, B, own heads]
-    flat = wire(dealt) if _in_order(dealt) else _cut_wire(dealt)
-    rows = first.shape[0]
+    flat = wire([x for x, _ in dealt], len(own_seq)) if _in_order(dealt) else _cut_wire(dealt)
+    heads = [[(r[rank][1] - r[rank][0], x.shape[3]) for x, r in dealt] for rank in range(len(own_seq))]
+    return send_wire(flat, heads, mesh, axis, rows, own_seq, me)
+
+
+def send_wire(
+    flat: Tensor,
+    heads: Sequence[Sequence[tuple[int, int]]],
+    mesh: MeshLike,
+    axis: str,
+    rows: int,
+    own_seq: tuple[int, ...],
+    me: int,
+) -> list[Tensor]:
+    """What `wire` made, for `heads` (number, size) of each tensor on each rank: sent, and seen as tensors."""
+    widths = [sum(n * size for n, size in each) for each in heads]
     came = exchange(
         flat.reshape(-1), mesh, axis,
         send=tuple(own_seq[me] * rows * width for width in widths),
         receive=tuple(n * rows * widths[me] for n in own_seq),
     )  # fmt: skip
-    return unwired(came, [(r[me][1] - r[me][0], x.shape[3]) for x, r in dealt], rows, sum(own_seq))
+    return unwired(came, heads[me], rows, sum(own_seq))
 
 
-def wire(dealt: Sequence[Dealt]) -> Tensor:
-    """[ranks, S@axis, B, heads * H] of tensors whose heads divide by the ranks: one copy, or one kernel."""
-    cut = [_by_rank(x, len(ranges)).permute(2, 1, 0, 3) for x, ranges in dealt]
-    return torch.cat(cut, 3)
+def wired_to_heads(
+    wired: Tensor, heads: Sequence[tuple[int, int]], *, mesh: MeshLike, table: Table, seq_len: int
+) -> list[Tensor]:
+    """As `seq_to_heads`, from a [ranks, S@axis, B, heads * H] that `wire` made: no copy at all.
+
+    `heads`: (number, size) of each tensor's heads on one rank, the same on all.
+    """
+    axis = trading_axis(table, mesh)
+    assert axis is not None
+    each = [list(heads)] * axis_sizes(mesh)[axis]
+    own_seq = seq_lengths(table, mesh, axis, seq_len)
+    return send_wire(wired, each, mesh, axis, wired.shape[2], own_seq, coordinates(mesh)[axis])
+
+
+def wire(tensors: Sequence[Tensor], parts: int) -> Tensor:
+    """[ranks, S@axis, B, heads * H] of tensors whose heads divide by the ranks: one copy, or, compiled with
+    what makes the tensors, none."""
+    return torch.cat([_by_rank(x, parts).permute(2, 1, 0, 3) for x in tensors], 3)
 
 
 def _by_rank(x: Tensor, parts: int) -> Tensor:

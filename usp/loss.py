@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from usp.levels import levels, one_gradient
 from usp.products import add_product
 
 IGNORE = -100
@@ -40,7 +41,11 @@ def linear_cross_entropy(
     x, labels = x.reshape(-1, x.shape[-1]), labels.reshape(-1)
     if torch.compiler.is_compiling():
         return cast(Tensor, _LinearCrossEntropy.apply(x, weight, labels, tile))  # type: ignore[no-untyped-call]
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad) and _one_gradient():
+    if (
+        torch.is_grad_enabled()
+        and (x.requires_grad or weight.requires_grad)
+        and (one_gradient() or not levels())
+    ):
         return cast(Tensor, _Fused.apply(x, weight, labels, tile, compiled)[0])  # type: ignore[no-untyped-call]
     return cast(Tensor, _Transformable.apply(x, weight, labels, tile))  # type: ignore[no-untyped-call]
 
@@ -61,19 +66,6 @@ def _d_logits(logits_TV: Tensor, valid_T: Tensor, index_T: Tensor) -> Tensor:
     """Gradient of the token losses' sum with respect to the logits."""
     target = torch.zeros_like(logits_TV).scatter(-1, index_T.unsqueeze(-1), 1.0)
     return (torch.softmax(logits_TV, -1) - target) * valid_T.to(logits_TV.dtype).unsqueeze(-1)
-
-
-def _levels() -> list[Any]:
-    """The torch.func transforms at work, outermost first."""
-    functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
-    return list(functorch.get_interpreter_stack() or [])
-
-
-def _one_gradient() -> bool:
-    """Whether one reverse-mode derivative at most is under way."""
-    functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
-    levels = _levels()
-    return not levels or (len(levels) == 1 and levels[0].key() == functorch.TransformType.Grad)
 
 
 def _backward(
@@ -115,7 +107,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None, None]:
-        return *_backward(*ctx.saved_tensors, grads[0], ctx.tile), None, None
+        x_TD, weight_VD, labels_T = ctx.saved_tensors
+        return *_backward(x_TD, weight_VD, labels_T, grads[0], ctx.tile), None, None
 
 
 class _Transformable(_LinearCrossEntropy):
@@ -161,7 +154,7 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         x_TD, weight_VD, labels_T, grad_x, grad_weight = ctx.saved_tensors
-        if torch.is_grad_enabled() or _levels():  # to be differentiated again
+        if torch.is_grad_enabled() or levels():  # to be differentiated again
             return *_backward(x_TD, weight_VD, labels_T, grads[0], ctx.tile), None, None, None
         scale = grads[0]
         return (

@@ -139,5 +139,13 @@ def test_compiled_once_for_all_layers() -> None:
         equal(got, want)
     assert len(graphs) == 2  # one without gradients, one with; the same for every layer and step
     with pytest.raises(ValueError, match="compile must not be given with remat='none'"):
-        grad(lambda x: scan(block, x, LAYERS, compile=compiler).sum())(X)
+        grad(lambda x: grad(lambda x: scan(block, x, LAYERS, compile=compiler).sum())(x).sum())(X)
+    mixed = ["none"] * 2 + ["full"] * (DEPTH - 2)  # in one reverse pass "none" may be compiled
+    for remat in ("none", mixed):
+        got = value_and_grad(
+            lambda x, p, r=remat: scan(block, x, p, *CONSTS, remat=r, compile=compiler).square().sum(), (0, 1)
+        )(X, LAYERS)
+        equal(got, want)
+    with pytest.raises(ValueError, match="remat=2 names must go with layers"):
+        scan(block, X, LAYERS, *CONSTS, remat=["none", "full"])
     assert torch.equal(scan(block, X, LAYERS, *CONSTS, compile=compiler), scan(block, X, LAYERS, *CONSTS))

@@ -10,10 +10,12 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from usp.arena import Arena
-from usp.scan.closure import check_no_grad, held
+from usp.levels import levels, one_gradient
+from usp.scan.closure import check_no_grad, held, needs_grad
 from usp.scan.function import apply_scan
 from usp.scan.memory import HostMemory, Memory, PlainMemory
 from usp.scan.run import Gather, Run
+from usp.scan.stored import apply_stored
 
 REMAT = ("none", "full", "attention")
 OFFLOAD = ("none", "host")
@@ -25,7 +27,7 @@ def scan(
     layers: Sequence[Any],
     *consts: Any,
     each: Sequence[Mapping[str, Any]] = (),
-    remat: str = "none",
+    remat: str | Sequence[str] = "none",
     group: int = 1,
     offload: str = "none",
     arena: Arena | None = None,
@@ -37,10 +39,12 @@ def scan(
     `layers` are pytrees of tensors and None, all alike; `consts` are tensors or None and get no gradient.
     `each`, if given, holds further keyword arguments of the block for every layer, which are no tensors.
 
-    remat="none" keeps what autograd keeps, and allows any transform. "full" keeps each block's input and runs
-    the block again in the backward; "attention" too, but calls the block with `kept=`, a `usp.kept.Kept`,
-    whose results are kept as well and not computed again. group=k keeps only every k-th layer's input and
-    runs a group forward once more to find the others (Chen et al., arXiv 1604.06174, applied twice).
+    remat="none" keeps what autograd keeps, and allows any transform (inside one reverse-mode transform alone
+    each block keeps its own graph, which may be compiled, for one backward). "full" keeps each block's input
+    and runs the block again in the backward; "attention" too, but calls the block with `kept=`, a
+    `usp.kept.Kept`, whose results are kept as well and not computed again. One name for all layers, or one
+    per layer. group=k keeps only every k-th layer's input and runs a group forward once more to find the
+    others (Chen et al., arXiv 1604.06174, applied twice).
     offload="host" keeps all this in the page-locked buffers of `arena`, copied on a stream of their own, and
     allows one backward per forward. Re-runs see the autocast state and random numbers of the first run.
 
@@ -55,27 +59,52 @@ def scan(
     ValueError for options that do not exist or would have no effect, for a const or closed-over tensor that
     asks for a gradient it would not get, and when the host's memory cannot hold what is offloaded.
     """
-    _check_options(remat, group, offload, arena)
+    _check_options(remat, group, offload, arena, len(layers))
     check_no_grad("consts", consts)
     if each and len(each) != len(layers):
         raise ValueError(f"each={len(each)} must go with layers={len(layers)}. Give one mapping per layer.")
-    under_func = _under_func()
+    segments = _segments(remat, len(layers))
+    for how, part in segments:
+        x = _segment(
+            block, x, layers[part], consts, how, each=each[part], group=group, arena=arena, gather=gather,
+            compile=compile,
+        )  # fmt: skip
+    return x
+
+
+def _segment(
+    block: Callable[..., Tensor],
+    x: Tensor,
+    layers: Sequence[Any],
+    consts: Sequence[Any],
+    remat: str,
+    *,
+    each: Sequence[Mapping[str, Any]],
+    group: int,
+    arena: Arena | None,
+    gather: Gather | None,
+    compile: Callable[[Callable[..., Any]], Callable[..., Any]] | None,
+) -> Tensor:
+    """Layers that are all treated alike."""
+    tracing = torch.compiler.is_compiling()
+    func = tracing or bool(levels())
+    stored = remat == "none" and not tracing and one_gradient() and not needs_grad(held(block))
+    if remat != "none" and not tracing:
+        check_no_grad("block", held(block))
     if compile is not None:
-        if under_func and remat == "none":
+        if func and remat == "none" and not stored:
             raise ValueError(
-                "compile must not be given with remat='none' inside torch.func, which would run the block "
-                "uncompiled. Choose another remat, or use plain autograd."
+                "compile must not be given with remat='none' inside nested torch.func transforms, which "
+                "would run the block uncompiled. Choose another remat, or use plain autograd."
             )
         block = compile(block)
-    if remat == "none" or not layers:
+    if (remat == "none" and not stored) or not layers:
         for i, layer in enumerate(layers):
             x = block(x, _used(layer, gather), *consts, **(each[i] if each else {}))
         return x
-    if not torch.compiler.is_compiling():
-        check_no_grad("block", held(block))
     flat = [pytree.tree_flatten(layer) for layer in layers]
     leaves = [leaf for one, _ in flat for leaf in one]
-    memory: Memory = PlainMemory() if arena is None else HostMemory(arena, len(flat), group)
+    memory: Memory = PlainMemory() if arena is None or stored else HostMemory(arena, len(flat), group)
     run = Run(
         block=block,
         trees=[tree for _, tree in flat],
@@ -87,9 +116,9 @@ def scan(
         device=x.device,
         each=each,
     )
-    if not torch.is_grad_enabled() and not under_func:
+    if not torch.is_grad_enabled() and not func:
         return run.forward(x, leaves, consts, keep=False)
-    return apply_scan(run, x, leaves, consts)
+    return (apply_stored if stored else apply_scan)(run, x, leaves, consts)
 
 
 def _used(layer: Any, gather: Gather | None) -> Any:
@@ -99,14 +128,20 @@ def _used(layer: Any, gather: Gather | None) -> Any:
     return pytree.tree_unflatten(gather(leaves), tree)
 
 
-def _check_options(remat: str, group: int, offload: str, arena: Arena | None) -> None:
-    if remat not in REMAT:
-        raise ValueError(f"remat={remat!r} must be one of {', '.join(REMAT)}. Choose one of them.")
+def _check_options(
+    remat: str | Sequence[str], group: int, offload: str, arena: Arena | None, num_layers: int
+) -> None:
+    names = [remat] if isinstance(remat, str) else list(remat)
+    for name in names:
+        if name not in REMAT:
+            raise ValueError(f"remat={name!r} must be one of {', '.join(REMAT)}. Choose one of them.")
+    if not isinstance(remat, str) and len(remat) != num_layers:
+        raise ValueError(f"remat={len(names)} names must go with layers={num_layers}. Give one per layer.")
     if offload not in OFFLOAD:
         raise ValueError(f"offload={offload!r} must be one of {', '.join(OFFLOAD)}. Choose one of them.")
     if group < 1:
         raise ValueError(f"group={group} must be at least 1. Give the number of layers per kept input.")
-    if remat == "none" and (group != 1 or offload != "none"):
+    if set(names) == {"none"} and (group != 1 or offload != "none"):
         raise ValueError(
             f"remat='none' must come without groups and offload, got group={group}, offload={offload!r}. "
             f"Use remat='full' or 'attention'."
@@ -118,9 +153,14 @@ def _check_options(remat: str, group: int, offload: str, arena: Arena | None) ->
         )
 
 
-def _under_func() -> bool:
-    """Whether a torch.func transform is under way. (torch.compile traces its own levels.)"""
-    if torch.compiler.is_compiling():
-        return True
-    functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
-    return functorch.peek_interpreter_stack() is not None
+def _segments(remat: str | Sequence[str], num_layers: int) -> list[tuple[str, slice]]:
+    """Runs of neighbouring layers that are treated alike."""
+    if isinstance(remat, str):
+        return [(remat, slice(0, num_layers))]
+    segments: list[tuple[str, slice]] = []
+    for i, one in enumerate(remat):
+        if segments and segments[-1][0] == one:
+            segments[-1] = one, slice(segments[-1][1].start, i + 1)
+        else:
+            segments.append((one, slice(i, i + 1)))
+    return segments

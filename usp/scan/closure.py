@@ -20,6 +20,10 @@ def check_no_grad(name: str, tensors: Sequence[Any]) -> None:
             )
 
 
+def needs_grad(tensors: Sequence[Any]) -> bool:
+    return any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
+
+
 def held(block: Any) -> list[Any]:
     """What `block` brings along without being given it, as far as can be seen from outside."""
     block = getattr(block, "_torchdynamo_orig_callable", block)

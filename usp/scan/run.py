@@ -69,14 +69,14 @@ class Run:
     def forward(self, x: Tensor, flat: Sequence[Any], consts: Sequence[Any], *, keep: bool = True) -> Tensor:
         """The result; with `keep`, `memory` holds what the backward needs."""
         layers = self.split(flat)
-        weights = self._ahead(layers, range(len(layers)))
+        weights = self.ahead(layers, range(len(layers)))
         for i in range(len(layers)):
             leaves = next(weights)
             if keep:
                 self.random.append(Random(self.device))
                 self.memory.put_input(i, x if i % self.group == 0 else None)
             version, kept = x._version, Kept()
-            y = self._call(i, x, leaves, consts, kept)
+            y = self.call(i, x, leaves, consts, kept)
             del leaves  # before the next layer's are unpacked
             if x._version != version and keep:
                 raise ValueError("block must not write its input in place: the scan keeps it. Make a copy.")
@@ -97,7 +97,7 @@ class Run:
         """Gradients of x and, layer by layer, of the leaves that want one."""
         layers = self.split(flat)
         visits = self._visits(len(layers), wanted.first())
-        weights = self._ahead(layers, [visit.layer for visit in visits])
+        weights = self.ahead(layers, [visit.layer for visit in visits])
         memory = self.memory.reader(saved, visits)
         inputs: dict[int, Tensor] = {}
         grads: list[list[Leaf]] = [[None] * count for count in self.num_leaves]
@@ -112,7 +112,7 @@ class Run:
             kept = Kept.replay(results, self.kept_trees[i], value_unused=is_last)
             if not is_last:  # a group's forward, to find the inputs of its layers
                 with torch.no_grad(), self.random[i].replayed(), self.autocast.entered():
-                    inputs[i + 1] = self._call(i, inputs[i], leaves, consts, kept)
+                    inputs[i + 1] = self.call(i, inputs[i], leaves, consts, kept)
                 del leaves
                 continue
             assert grad_x is not None
@@ -145,7 +145,7 @@ class Run:
         with torch.enable_grad(), self.random[i].replayed(), self.autocast.entered():
             x = x.detach().requires_grad_(need_x)
             leaves = [t.detach().requires_grad_() if w else t for t, w in zip(leaves, want, strict=True)]
-            y = self._call(i, x, leaves, consts, kept)
+            y = self.call(i, x, leaves, consts, kept)
         wrt = [x] * need_x + [t for t, w in zip(leaves, want, strict=True) if w]
         if not wrt:
             return None, [None] * len(leaves)
@@ -157,13 +157,15 @@ class Run:
         grad_x = next(found) if need_x else None
         return grad_x, [next(found) if w else None for w in want]
 
-    def _call(self, i: int, x: Tensor, leaves: list[Any], consts: Sequence[Any], kept: Kept) -> Tensor:
+    def call(
+        self, i: int, x: Tensor, leaves: list[Any], consts: Sequence[Any], kept: Kept | None = None
+    ) -> Tensor:
         more: dict[str, Any] = {"kept": kept} if self.with_kept else {}
         if self.each:
             more.update(self.each[i])
         return self.block(x, pytree.tree_unflatten(leaves, self.trees[i]), *consts, **more)
 
-    def _ahead(self, layers: list[list[Any]], order: Sequence[int]) -> Iterator[list[Any]]:
+    def ahead(self, layers: list[list[Any]], order: Sequence[int]) -> Iterator[list[Any]]:
         """Leaves in use, in `order`: the next layer's gather is under way while one is computed."""
         if self.gather is None:
             yield from (list(layers[i]) for i in order)

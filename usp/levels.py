@@ -1,0 +1,20 @@
+"""Which torch.func transforms are at work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def levels() -> list[Any]:
+    """The transforms under way, outermost first. (torch.compile traces its own.)"""
+    functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    return list(functorch.get_interpreter_stack() or [])
+
+
+def one_gradient() -> bool:
+    """Whether exactly one transform is under way, and it is a reverse-mode derivative."""
+    functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    found = levels()
+    return len(found) == 1 and bool(found[0].key() == functorch.TransformType.Grad)
