@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ def _is_default(key: str, value: Any) -> bool:
     return value is None or value is False or (key == "return_dict" and value is True)
 
 
-class BridgedCausalLM(PreTrainedModel):
+class BridgedCausalLM(PreTrainedModel):  # type: ignore[no-untyped-call]
     """A Llama-family model that computes with `usp.models.loss` and looks like any Transformers model.
 
     Parameters have Hugging Face's names. Where `table.rest` cuts one it is a DTensor of this rank's shard;
@@ -52,7 +52,6 @@ class BridgedCausalLM(PreTrainedModel):
     main_input_name = "input_ids"
     accepts_loss_kwargs = True
     supports_gradient_checkpointing = False  # `remat` says what is kept
-    _no_split_modules: ClassVar[list[str]] = []
 
     def __init__(
         self,
@@ -84,7 +83,9 @@ class BridgedCausalLM(PreTrainedModel):
             )
 
     @classmethod
-    def from_pretrained(cls, path: Any, *args: Any, **kwargs: Any) -> BridgedCausalLM:
+    def from_pretrained(  # type: ignore[override]
+        cls, path: Any, *args: Any, **kwargs: Any
+    ) -> BridgedCausalLM:
         """Read a Hugging Face directory through `usp.models.from_hf`: this rank's shards alone.
 
         `table`, `mesh`, `dtype`, `device`, and what the constructor takes. Raises ValueError on every rank

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from usp import Batch, Shard, linear_cross_entropy, shard_batch
@@ -147,7 +146,7 @@ def sequence_parallel(
     Raises ValueError for a model or a table that cannot run so, before any communication.
     """
     sp = SequenceParallel(mesh, table, averaged=averaged, kernel=kernel)
-    interface: AttentionInterface = ALL_ATTENTION_FUNCTIONS
+    interface: Any = ALL_ATTENTION_FUNCTIONS
     interface[sp.name] = sp.attention
     before = None if model is None else model.config._attn_implementation
     try:

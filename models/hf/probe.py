@@ -63,18 +63,12 @@ def refuse_by_running(model: Any, run: Callable[[Tensor, Tensor], int]) -> bool:
     device = model.get_input_embeddings().weight.device
     tokens = torch.zeros(1, _LENGTH, dtype=torch.int64, device=device)
     positions = torch.arange(_LENGTH, device=device).unsqueeze(0)
-    mixing: list[str] = []
     with ExitStack() as stack:
         stack.enter_context(_poisoned(model.get_input_embeddings()))
         for name, module in model.named_modules():
-            stack.enter_context(_watched(module, f"{name} ({type(module).__name__})", mixing))
+            stack.enter_context(_watched(module, f"{name} ({type(module).__name__})", type(model).__name__))
         plain = stack.enter_context(_head(model))
         num_layers = run(tokens, positions)
-    if mixing:
-        raise ValueError(
-            f"model={type(model).__name__} must mix tokens in attention alone, got {mixing[0]}, which "
-            f"carries state along the sequence. On shards it would start anew on every rank."
-        )
     if not num_layers:
         raise ValueError(
             f"model={type(model).__name__} must call the attention that attn_implementation names, got none "
@@ -98,21 +92,30 @@ def _poisoned(embedding: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _watched(module: nn.Module, name: str, mixing: list[str]) -> Iterator[None]:
-    """Note the module when tokens other than the poisoned one come out as NaN."""
+def _watched(module: nn.Module, name: str, model: str) -> Iterator[None]:
+    """Raise when other tokens than the poisoned one come out of the module as NaN, and went in clean."""
 
-    def hook(_: nn.Module, __: Any, out: Any) -> None:
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         first = out[0] if isinstance(out, tuple) and out else out
-        if isinstance(first, Tensor) and first.dim() == 3 and first.shape[1] == _LENGTH:
-            rows = first.isnan().any(2)[0]
-            if rows.any() and (rows.sum() > 1 or not rows[_AT]):
-                mixing.append(name)
+        if _spread(first) and not any(_spread(x) for x in (*args, *kwargs.values())):
+            raise ValueError(
+                f"model={model} must mix tokens in attention alone, got {name}, which carries state along "
+                f"the sequence. On shards it would start anew on every rank."
+            )
 
-    handle = module.register_forward_hook(hook)
+    handle = module.register_forward_hook(hook, with_kwargs=True)
     try:
         yield
     finally:
         handle.remove()
+
+
+def _spread(x: Any) -> bool:
+    """Whether x is [1, S, ...] with NaN in rows that were not poisoned."""
+    if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[1] != _LENGTH or not x.is_floating_point():
+        return False
+    rows: list[bool] = x.isnan().any(2)[0].tolist()
+    return any(rows[:_AT] + rows[_AT + 1 :])
 
 
 @contextmanager

@@ -50,7 +50,7 @@ def reduce_module_grads(parameters: Iterable[nn.Parameter], mesh: MeshLike) -> N
     if flat is None:
         return
     flat = redistribute(flat, summed, P(None), mesh)
-    for p, part in zip(chosen, flat.split([p.numel() for p in chosen]), strict=True):
+    for p, part in zip(chosen, torch.split(flat, [p.numel() for p in chosen]), strict=True):
         p.grad = part.view(p.shape).to(p.dtype, copy=True)
 
 

@@ -37,7 +37,7 @@ def _module(path: str, leaf: Leaf, bias: bool) -> nn.Module:
     if len(leaf.shape) == 1:
         return Holder()
     if path.endswith("embed_tokens"):
-        return nn.Embedding(*leaf.shape, device="meta")
+        return nn.Embedding(leaf.shape[0], leaf.shape[1], device="meta")
     return nn.Linear(leaf.shape[1], leaf.shape[0], bias=bias, device="meta")
 
 

@@ -1,0 +1,114 @@
+"""Models, tables and arguments that cannot run on shards are refused by name, before any communication."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.models.batches import ONE, two_rows
+from tests.models.hf.causal import causal_model
+from usp.mesh import TABLES
+from usp.models.hf import sequence_parallel
+
+TWO = {
+    "dp": 1,
+    "ring": 1,
+    "ulysses": 2,
+}  # no process group exists: whatever communicates would fail otherwise
+
+
+def enter(model: Any, table: str = "ulysses") -> None:
+    with sequence_parallel(model, mesh=TWO, table=TABLES[table]):
+        raise AssertionError("must be refused")
+
+
+SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 30, "head_dim": 8}
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "num_key_value_heads": 2,
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 8,
+}
+
+
+def test_linear_attention_by_configuration() -> None:
+    # cases H41, H42, D33, D34
+    with pytest.raises(ValueError, match=r"Qwen3Next.*linear_attention"):
+        enter(causal_model("qwen3_next", **SMALL, **LINEAR))
+
+
+def test_stateful_layers_by_name() -> None:
+    """The layer itself is found, whatever the configuration calls it."""
+    model = causal_model("qwen3_next", **SMALL, **LINEAR)
+    model.config.layer_types = ["full_attention"] * 2
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.linear_attn.* \(Qwen3NextGatedDeltaNet\)"):
+        enter(model)
+
+
+def test_a_convolution_of_the_users_own() -> None:
+    model = causal_model("llama")
+
+    class Shift(nn.Module):
+        """Mixes each token with the one before."""
+
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x + nn.functional.pad(x, (0, 0, 1, 0))[:, :-1])
+
+    model.model.layers[1].mlp = Shift(model.model.layers[1].mlp)
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp"):
+        enter(model)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "match"),
+    [
+        ("llama", {"attention_dropout": 0.1}, "dropout=0.1"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 300.0, "factor": 3.0}},
+            "dynamic",
+        ),
+        ("gpt_oss", {"output_router_logits": True}, "output_router_logits"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "both ways"),
+    ],
+)
+def test_by_option(family: str, changes: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        enter(causal_model(family, **changes))
+
+
+def test_windows_that_only_a_mask_would_know() -> None:
+    # case H40
+    model = causal_model("gemma3_text")
+    model.model.layers[0].self_attn.sliding_window = None
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn.*window of sliding_attention"):
+        enter(model)
+
+
+def test_tables_that_move_weights() -> None:
+    with pytest.raises(ValueError, match=r"odysseus.*Choose ulysses"):
+        enter(causal_model("llama"), "odysseus")
+
+
+def test_batches() -> None:
+    model = causal_model("llama")
+    tokens = two_rows("packed").tokens
+    with sequence_parallel(model, mesh=ONE, table=TABLES["usp"]) as sp:
+        with pytest.raises(ValueError, match="restart"):  # case H32
+            sp.shard({"input_ids": tokens, "position_ids": torch.arange(23).expand(2, 23) % 7})
+        with pytest.raises(ValueError, match="pixel_values"):
+            sp.shard({"input_ids": tokens, "pixel_values": tokens})
+        shard = sp.shard({"input_ids": tokens, "labels": tokens})
+        with pytest.raises(ValueError, match="attention_mask"):
+            sp(shard, attention_mask=torch.ones(2, 1, 23, 23))
