@@ -21,7 +21,8 @@ class Train:
     data: tuple[Path, ...]
     """UTF-8 text: files (read whatever their suffix) and folders (read recursively, see --include)."""
     out: Path
-    """New or empty folder. Gets config.json, metrics.jsonl, loss.png, tensorboard/ and the trained hf/."""
+    """New or empty folder. Gets config.json, metrics.jsonl, loss.png, tensorboard/, checkpoints in state/ and
+    the trained hf/."""
     seq_len: int
     """Tokens in one row, over all ranks. Longer documents are cut into pieces of at most this length."""
 
@@ -35,7 +36,7 @@ class Train:
     ulysses: int = 1
     """Ranks that cut one sequence and exchange it for attention heads by all-to-all."""
     ring: int = 1
-    """Ranks that cut one sequence and pass keys and values around; must be 1 for now."""
+    """Ranks that cut one sequence and pass keys and values around."""
     dp: int = 1
     """Ranks, or groups of ranks, that work on different rows."""
     table: str = "ulysses"
@@ -69,6 +70,20 @@ class Train:
     """File suffixes read from folders."""
     log_every: int = 1
     """Steps between two lines of metrics. Larger values keep a GPU from waiting for the host."""
+
+    save_every: int | None = None
+    """Steps between two checkpoints of the whole training state in OUT/state, and one at the end. Default:
+    none, but for the one that SIGTERM asks for."""
+    keep: int = 2
+    """Checkpoints that are kept."""
+    resume: bool = False
+    """Go on from the newest checkpoint in --out that is whole, on any mesh; start there when it has none. A
+    restart by torchrun (--max-restarts) does this by itself."""
+    on_nan: Literal["stop", "skip"] = "stop"
+    """A loss or gradient that is not finite ends the run, or its step is left out. skip makes the host wait
+    for every step."""
+    timeout: float = 600.0
+    """Seconds that a rank waits for the others; twice as many for a whole step. Then the run ends."""
 
 
 @dataclass(frozen=True, kw_only=True)

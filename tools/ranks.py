@@ -2,14 +2,20 @@
 
 import os
 import sys
+import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from datetime import timedelta
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from usp.mesh.agree import agree, gather_objects
+from usp.tools.watch import Watch
 
 T = TypeVar("T")
 
@@ -21,6 +27,7 @@ class Ranks:
     rank: int
     world: int
     device: torch.device
+    watch: Watch | None = None
 
     @property
     def first(self) -> bool:
@@ -48,23 +55,74 @@ class Ranks:
         """`value` of every rank, on every rank."""
         return gather_objects(value, dist.group.WORLD)
 
+    def doing(self, what: str, *, limited: bool = False) -> None:
+        """What an error message will say this rank was at. `limited`: it may not take more than the time
+        that the watch allows; then this process ends."""
+        if self.watch is not None:
+            self.watch.doing(what, limited=limited)
+
     def leave(self, code: int = 0) -> None:
         """End this process's part of the run with `code`; alone, go on when it is 0.
 
         Among several processes the interpreter is not taken down: a gloo thread may still be releasing the
         tensors of its last collective, and one that wants the interpreter then aborts a run that was good.
         """
-        self.exchange(
-            None
-        )  # the launcher ends all once one has failed: not before rank 0 has closed its files
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        self.doing("the end of the run")
+        try:
+            # the launcher ends all once one has failed: not before rank 0 has closed its files
+            self.exchange(None)
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        except RuntimeError as e:
+            if not code:
+                self.broken(e)
         if self.world > 1:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
         if code:
             raise SystemExit(code)
+
+    def broken(self, error: BaseException) -> NoReturn:
+        """End this process at once for an error that the others may not have: they may wait for it.
+
+        The first rank with an error of its own says it. Those that lost contact name the ranks that said
+        something, or are silent; the lowest of them says so.
+        """
+        if self.watch is None:
+            raise error
+        what = f"{self.watch.what}: {type(error).__name__}: {_first_line(error)}"
+        if not _lost_contact(error):
+            self.watch.tell(what)
+            traceback.print_exception(error)
+            _say(f"error on rank {self.rank}: {what}")
+        else:
+            time.sleep(0.2 * min(self.rank, 5))
+            told, silent = self.watch.others()
+            gone = [f"rank {rank} ended: {text}" for rank, text in told.items()]
+            gone += [f"rank {rank} is not heard from any more" for rank in silent if rank not in told]
+            if self.rank == min(set(range(self.world)) - set(silent) - set(told), default=self.rank):
+                _say(
+                    f"error on rank {self.rank}: {self.watch.what}: lost contact: "
+                    f"{'; '.join(gone) or 'no rank is known to have ended'} ({_first_line(error)})"
+                )
+        os._exit(1)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0][:300]
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _lost_contact(error: BaseException) -> bool:
+    text = str(error).lower()
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError)
+        and any(word in text for word in ("gloo", "nccl", "connection", "socket"))
+    )
 
 
 def _without_exit(fn: Callable[[], T]) -> T:
@@ -77,19 +135,36 @@ def _without_exit(fn: Callable[[], T]) -> T:
         raise ValueError from None
 
 
-def start() -> Ranks:
+def start(timeout: float = 600.0) -> Ranks:
     """Join the processes torchrun started, with NCCL for GPUs and gloo for the host; alone, do nothing.
 
-    Ends all of them when there are more processes than GPUs.
+    `timeout`: seconds that a collective may take, and half of those that limited work may. Ends all
+    processes when there are more of them than GPUs.
     """
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     gpu, local = torch.cuda.is_available(), int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local) if gpu else torch.device("cpu")
     if gpu and local < torch.cuda.device_count():
         torch.cuda.set_device(device)
+    watch = None
     if world > 1:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
-    ranks = Ranks(rank=rank, world=world, device=device)
+        limit = timedelta(seconds=timeout)
+        try:
+            store: Any
+            store, rank, world = next(iter(rendezvous("env://", rank, world, timeout=limit)))
+            store.set_timeout(limit)
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if gpu else "gloo",
+                store=PrefixStore("group", store),
+                rank=rank,
+                world_size=world,
+                timeout=limit,
+            )
+        except (dist.DistError, RuntimeError) as e:
+            _say(f"error on rank {rank}: not all of the {world} ranks came within {timeout:g} s: {e}")
+            os._exit(1)
+        watch = Watch(PrefixStore("watch", store.clone()), rank, world, limit=2 * timeout)
+    ranks = Ranks(rank=rank, world=world, device=device, watch=watch)
     try:
         ranks.checked(lambda: has_device(device))
     except SystemExit:

@@ -129,8 +129,9 @@ class Packed:
 
         Every rank builds the same global batch; `shard_batch` gives each its part.
         """
-        endless = (row for epoch in count() for row in self.rows(epoch))
-        stream = islice(endless, start * num_rows, None)
+        first, skipped = divmod(start * num_rows, self.rows_per_epoch)
+        endless = (row for epoch in count(first) for row in self.rows(epoch))
+        stream = islice(endless, skipped, None)
         while True:
             yield to_batch(list(islice(stream, num_rows)))
 

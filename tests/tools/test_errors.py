@@ -12,7 +12,7 @@ import pytest
 
 from usp.tools.cli import main as usp
 from usp.tools.config import Train
-from usp.tools.train import check_config
+from usp.tools.setup import check_config
 
 Run = Callable[..., CompletedProcess[str]]
 FORM = re.compile(r"^error(?: on rank \d+)?: [\w -]+=\S+ must .+[.:] ?.*[.)]$", re.MULTILINE)

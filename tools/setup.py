@@ -1,0 +1,119 @@
+"""What a user gave, read and checked before the first collective of a run."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from usp import models
+from usp.mesh import TABLES, Table
+from usp.mesh.devices import check_world_size
+from usp.tools import facts, text
+from usp.tools.config import Train
+from usp.tools.ranks import Ranks
+
+Mesh = DeviceMesh | Mapping[str, int]
+
+
+class Setup(NamedTuple):
+    """Everything that is checked before the first collective."""
+
+    model: models.LlamaConfig
+    table: Table
+    dtype: torch.dtype
+    data: text.Packed
+    num_rows: int
+
+
+def flag(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def check_config(cfg: Train, world: int) -> None:
+    """The rules that need no file. Raises ValueError."""
+    for name in ("dp", "ring", "ulysses", "steps", "log_every", "accumulate", "group", "keep"):
+        if getattr(cfg, name) < 1:
+            raise ValueError(f"{name}={getattr(cfg, name)} must be at least 1. Change --{flag(name)}.")
+    check_world_size(world, dp=cfg.dp, ring=cfg.ring, ulysses=cfg.ulysses)
+    if cfg.table not in TABLES:
+        raise ValueError(f"table={cfg.table} must be one of {', '.join(sorted(TABLES))}. Change --table.")
+    for axis in ("ring", "ulysses"):
+        if getattr(cfg, axis) > 1 and axis not in TABLES[cfg.table].tokens.axes:
+            raise ValueError(
+                f"{axis}={getattr(cfg, axis)} must be 1 where it cuts nothing, got table={cfg.table}. "
+                "Choose another --table, or more --dp."
+            )
+    shortest = max(2, cfg.ring * cfg.ulysses)
+    if cfg.seq_len < shortest:
+        raise ValueError(
+            f"seq_len={cfg.seq_len} must be at least {shortest}, got ring={cfg.ring} ulysses={cfg.ulysses}. "
+            "Use a longer --seq-len."
+        )
+    parts = cfg.dp * cfg.accumulate
+    if cfg.batch_size is not None and (cfg.batch_size < 1 or cfg.batch_size % parts):
+        raise ValueError(
+            f"batch_size={cfg.batch_size} must be a multiple of dp * accumulate, got dp={cfg.dp} "
+            f"accumulate={cfg.accumulate}. Change --batch-size, --dp or --accumulate."
+        )
+    if cfg.mlp_tile is not None and cfg.mlp_tile < 1:
+        raise ValueError(f"mlp_tile={cfg.mlp_tile} must be at least 1. Change --mlp-tile.")
+    if cfg.remat == "none" and (cfg.group != 1 or cfg.offload != "none"):
+        raise ValueError(
+            f"remat=none must come without groups and offload, got group={cfg.group} offload={cfg.offload}. "
+            "Change --remat."
+        )
+    if cfg.save_every is not None and cfg.save_every < 1:
+        raise ValueError(f"save_every={cfg.save_every} must be at least 1. Change --save-every.")
+    if not cfg.timeout >= 1:
+        raise ValueError(f"timeout={cfg.timeout} must be at least 1 second. Change --timeout.")
+    for name in ("lr", "warmup", "weight_decay", "max_norm", "seed"):
+        if not getattr(cfg, name) >= 0:
+            raise ValueError(
+                f"{name}={getattr(cfg, name)} must be a number of 0 or more. Change --{flag(name)}."
+            )
+    content = cfg.out.exists() and (not cfg.out.is_dir() or any(cfg.out.iterdir()))
+    if content and not cfg.resume:
+        again = " To go on with the run in it, add --resume." if (cfg.out / facts.FILE).is_file() else ""
+        raise ValueError(
+            f"out={cfg.out} must be new or an empty folder, got one with content. Change --out.{again}"
+        )
+    if content and not (cfg.out / facts.FILE).is_file():
+        raise ValueError(
+            f"out={cfg.out} must hold a run to resume it, got content without {facts.FILE}. Change --out."
+        )
+
+
+def read_model_config(folder: Path) -> models.LlamaConfig:
+    """The architecture a Hugging Face directory names. Raises ValueError when it is not such a directory."""
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ValueError(
+            f"model={folder} must be a Hugging Face model directory, got no config.json in it. "
+            "Correct the path, or save the model with save_pretrained."
+        )
+    try:
+        return models.LlamaConfig.from_hf_dict(json.loads(file.read_text(encoding="utf-8")))
+    except json.JSONDecodeError as e:
+        raise ValueError(f"model={folder} must hold a readable config.json, got: {e}. Repair it.") from None
+
+
+def prepare(cfg: Train, ranks: Ranks) -> Setup:
+    """Read and check everything a user gave, without communication. Raises ValueError or OSError."""
+    sizes = {"dp": cfg.dp, "ring": cfg.ring, "ulysses": cfg.ulysses}
+    table = TABLES[cfg.table]
+    model = read_model_config(cfg.model)
+    models.check_layout(model, mesh=sizes, table=table, seq_len=cfg.seq_len)
+    tokenizer = text.load_tokenizer(cfg.model)
+    texts = text.read_documents(text.find_files(cfg.data, include=cfg.include))
+    docs = text.encode(texts, tokenizer, vocab_size=model.vocab_size, progress=ranks.first)
+    auto = "bfloat16" if ranks.device.type == "cuda" else "float32"
+    return Setup(
+        model=model,
+        table=table,
+        dtype=getattr(torch, auto if cfg.dtype == "auto" else cfg.dtype),
+        data=text.Packed(docs=docs, seq_len=cfg.seq_len, seed=cfg.seed),
+        num_rows=cfg.batch_size or cfg.dp * cfg.accumulate,
+    )
