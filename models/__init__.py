@@ -8,7 +8,10 @@ from usp.models.config import LlamaConfig, Rope
 from usp.models.convert import from_hf, load, save, to_hf
 from usp.models.layout import check_layout
 from usp.models.llama import hidden, logits, loss
+from usp.models.memory import training_memory
 from usp.models.params import Block, Leaf, Params, abstract, init, map_params, named_leaves, param_specs
+from usp.models.settings import Settings, choose_settings, longest
+from usp.models.traffic import model_traffic
 
 __all__ = [
     "Block",
@@ -16,18 +19,23 @@ __all__ = [
     "LlamaConfig",
     "Params",
     "Rope",
+    "Settings",
     "abstract",
     "block",
     "check_layout",
+    "choose_settings",
     "from_hf",
     "hidden",
     "init",
     "load",
     "logits",
+    "longest",
     "loss",
     "map_params",
+    "model_traffic",
     "named_leaves",
     "param_specs",
     "save",
     "to_hf",
+    "training_memory",
 ]

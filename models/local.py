@@ -1,0 +1,139 @@
+"""What one rank holds and does in a layer, in numbers alone: no tensors, no processes.
+
+Dimension letters: B batch, S sequence, N query heads, K kv heads, H head size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from usp.heads import Deal, deal_heads, trading_axis, with_equal_groups
+from usp.mesh import P, Table
+from usp.mesh.spec import local_range
+from usp.models.config import LlamaConfig
+from usp.order import ring_axes, ring_degree, unit
+from usp.ring import gather_pays
+
+
+class Heads(NamedTuple):
+    """Query and kv heads that one rank attends with."""
+
+    q: int
+    kv: int
+
+
+def padded_length(table: Table, sizes: Mapping[str, int], seq_len: int) -> int:
+    """Tokens of a row after `shard_batch` has padded it."""
+    parts = math.lcm(math.prod(sizes[a] for a in table.tokens[1]), unit(ring_degree(table, sizes)))
+    return -(-seq_len // parts) * parts
+
+
+def attended(deal: Deal, group: int) -> Heads:
+    """Heads of `deal` once kv heads are repeated where that is needed, see `with_equal_groups`."""
+    kv = torch.empty(1, 1, deal.kv_stop - deal.kv_start, 1, device="meta")
+    return Heads(deal.q_stop - deal.q_start, with_equal_groups(kv, kv, deal, group)[0].shape[2])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Local:
+    """The rank at coordinates `at` of a mesh of `sizes`, working on `batch` rows of `seq_len` tokens."""
+
+    cfg: LlamaConfig
+    table: Table
+    sizes: Mapping[str, int]
+    batch: int
+    seq_len: int
+    """Global, padded."""
+    at: Mapping[str, int]
+
+    @cached_property
+    def rows(self) -> int:
+        return local_range(self.batch, self.table.tokens[0], self.sizes, self.at)[1]
+
+    def length(self, spec: P) -> int:
+        """Tokens of one row that this rank holds."""
+        return local_range(self.seq_len, spec[1], self.sizes, self.at)[1]
+
+    def tokens(self, spec: P) -> int:
+        return self.rows * self.length(spec)
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one kv head."""
+        return self.cfg.num_heads // self.cfg.num_kv_heads
+
+    @cached_property
+    def axis(self) -> str | None:
+        """The axis that attention trades for heads."""
+        return trading_axis(self.table, self.sizes)
+
+    @property
+    def ways(self) -> int:
+        """Ranks among which attention's weights stay cut by head."""
+        return math.prod(self.sizes[a] for a in self.table.use["wq"][0])
+
+    @property
+    def degree(self) -> int:
+        """Ranks of the ring."""
+        return ring_degree(self.table, self.sizes)
+
+    @property
+    def ring(self) -> str:
+        return next(iter(ring_axes(self.table, self.sizes)), "")
+
+    @cached_property
+    def deals(self) -> tuple[Deal, ...]:
+        """Heads of every rank of `axis`, or of those that share attention's weights; one deal for none."""
+        parts = self.sizes[self.axis] if self.axis is not None else self.ways
+        return deal_heads(self.cfg.num_heads, self.cfg.num_kv_heads, parts)
+
+    @cached_property
+    def place(self) -> int:
+        """This rank's place among `deals`."""
+        if self.axis is not None:
+            return self.at[self.axis]
+        index = 0
+        for axis in self.table.use["wq"][0]:
+            index = index * self.sizes[axis] + self.at[axis]
+        return index
+
+    @cached_property
+    def heads(self) -> Heads:
+        """Those that this rank attends with."""
+        if self.axis is None and self.cfg.num_kv_heads % self.ways == 0:
+            return Heads(self.cfg.num_heads // self.ways, self.cfg.num_kv_heads // self.ways)
+        return attended(self.deals[self.place], self.group)
+
+    def gathers(self, head_chunks: int) -> bool:
+        """Whether a ring fetches all keys at once."""
+        heads = self.heads if head_chunks == 1 else Heads(self.cfg.num_heads, self.cfg.num_kv_heads)
+        return self.degree > 1 and gather_pays(heads.q, heads.kv, self.degree)
+
+
+def local(
+    cfg: LlamaConfig,
+    table: Table,
+    sizes: Mapping[str, int],
+    *,
+    batch: int,
+    seq_len: int,
+    at: Mapping[str, int] | None = None,
+) -> Local:
+    """`at`: coordinates of the rank, without it the first; ranks differ where heads are dealt unevenly.
+
+    `seq_len`: global, before padding.
+    """
+    return Local(
+        cfg=cfg,
+        table=table,
+        sizes=dict(sizes),
+        batch=batch,
+        seq_len=padded_length(table, sizes, seq_len),
+        at=dict.fromkeys(sizes, 0) if at is None else at,
+    )

@@ -1,0 +1,101 @@
+"""Predicted memory against measured: on GPUs, and on tensors without data that the real step runs on."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models.live import step_peak
+from usp.mesh import TABLES
+from usp.models import LlamaConfig, choose_settings, longest, training_memory
+
+LLAMA = LlamaConfig(
+    vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_layers=8, num_heads=32, num_kv_heads=8
+)
+TWO = {"dp": 1, "ring": 1, "ulysses": 2}
+RING = {"dp": 1, "ring": 2, "ulysses": 1}
+GIB = 2**30
+# torch.cuda.max_memory_allocated on two H200, parameters and moments in float32, computed in bfloat16
+MEASURED: list[tuple[int, dict[str, int], dict[str, Any], float]] = [
+    (32768, TWO, {"compile": True}, 26.3),
+    (131072, TWO, {"compile": True}, 40.8),
+    (131072, RING, {"compile": True}, 40.3),
+    (131072, TWO, {"compile": True, "head_chunks": 4}, 41.3),
+    (32768, TWO, {}, 27.8),
+    (131072, TWO, {}, 46.8),
+]
+
+
+def predicted(
+    cfg: LlamaConfig, table: str, sizes: dict[str, int], seq_len: int, **options: Any
+) -> tuple[int, int]:
+    memory = training_memory(
+        cfg, TABLES[table], sizes, batch=sizes["dp"], seq_len=seq_len, dtype=torch.bfloat16, **options
+    )
+    return memory.peak.nbytes, memory.host
+
+
+@pytest.mark.parametrize(("seq_len", "sizes", "options", "measured"), MEASURED)
+def test_measured_on_gpus(
+    seq_len: int, sizes: dict[str, int], options: dict[str, Any], measured: float
+) -> None:
+    nbytes, _ = predicted(LLAMA, "usp", sizes, seq_len, remat="attention", **options)
+    assert nbytes / GIB == pytest.approx(measured, rel=0.05)
+
+
+FEW = replace(LLAMA, num_layers=4)
+SMALL_HEAD = replace(LLAMA, num_layers=4, vocab_size=2048, tie_embeddings=True)
+KEEP: dict[str, Any] = {"remat": "attention"}
+RUNS: list[tuple[LlamaConfig, str, dict[str, int], int, dict[str, Any]]] = [
+    (FEW, "usp", TWO, 16384, KEEP),
+    (FEW, "usp", TWO, 131072, {"remat": "none"}),
+    (FEW, "usp", TWO, 131072, {"remat": "full", "group": 2}),
+    (FEW, "usp", TWO, 131072, {**KEEP, "mlp_tile": 4096}),
+    (SMALL_HEAD, "usp", TWO, 131072, {**KEEP, "mlp_tile": 4096, "offload": "host"}),
+    (SMALL_HEAD, "usp", TWO, 262144, {"remat": "full", "mlp_tile": 4096, "head_chunks": 4}),
+    (SMALL_HEAD, "ulysses", {"dp": 2, "ring": 1, "ulysses": 4}, 262144, KEEP),
+    (SMALL_HEAD, "ring", {"dp": 1, "ring": 4, "ulysses": 1}, 131072, KEEP),
+    (SMALL_HEAD, "usp", {"dp": 1, "ring": 2, "ulysses": 2}, 131072, {"remat": "full", "mlp_tile": 4096}),
+    (SMALL_HEAD, "odysseus", {"dp": 1, "ring": 1, "ulysses": 4}, 131072, KEEP),
+    (FEW, "replicated", {"dp": 2, "ring": 1, "ulysses": 1}, 32768, KEEP),
+    (SMALL_HEAD, "usp", TWO, 131072, {"remat": ("attention", "attention", "none", "none")}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("cfg", "table", "sizes", "seq_len", "options"), RUNS)
+def test_the_step_itself(
+    cfg: LlamaConfig, table: str, sizes: dict[str, int], seq_len: int, options: dict[str, Any]
+) -> None:
+    want, host = step_peak(cfg, table, sizes, seq_len, kernel="cpu", **options)
+    got, got_host = predicted(cfg, table, sizes, seq_len, **options)
+    assert got / GIB == pytest.approx(want / GIB, rel=0.1)
+    assert got_host == pytest.approx(host, rel=0.01)
+
+
+def test_settings_cost_more_as_sequences_grow() -> None:
+    said = []
+    for seq_len in (2**13, 2**19, 2**20, 2**21):
+        found = choose_settings(LLAMA, TABLES["usp"], TWO, seq_len, 141 * 10**9, 200 * 10**9, compile=True)
+        assert found.memory.peak.nbytes < 141e9
+        assert found.memory.host <= 200e9
+        assert len(found.reasons) == 1 + sum("takes" in reason for reason in found.reasons[:-1])
+        said.append(found)
+    assert said[0].remat == "none"
+    costs = [len(found.reasons) for found in said]
+    assert costs == sorted(costs)
+    assert said[-1].mlp_tile
+
+
+def test_nothing_fits() -> None:
+    with pytest.raises(ValueError, match=r"must fit gpu_memory=.*Use more ranks"):
+        choose_settings(LLAMA, TABLES["usp"], TWO, 2**20, 24 * 2**30, 0)
+
+
+@pytest.mark.parametrize("host", [0, 10**12])
+def test_longest(host: int) -> None:
+    seq_len, found = longest(LLAMA, TABLES["usp"], TWO, 141 * 10**9, host, compile=True)
+    assert found.offload == "none" or host
+    choose_settings(LLAMA, TABLES["usp"], TWO, seq_len, 141 * 10**9, host, compile=True)
+    with pytest.raises(ValueError, match="must fit"):
+        choose_settings(LLAMA, TABLES["usp"], TWO, int(seq_len * 1.02), 141 * 10**9, host, compile=True)
