@@ -19,6 +19,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from usp import Shard
 from usp.mesh import TABLES, MeshLike, Table, placements_of
+from usp.mesh.agree import agree
 from usp.mesh.dtensor import global_stride
 from usp.mesh.tables import WHOLE
 from usp.models import convert, llama
@@ -94,7 +95,8 @@ class BridgedCausalLM(PreTrainedModel):  # type: ignore[no-untyped-call]
         table, mesh, whole = kwargs.get("table"), kwargs.get("mesh"), kwargs.get("whole", False)
         table = TABLES["replicated" if mesh is None else "usp"] if table is None else table
         table = replace(table, rest=WHOLE) if whole else table
-        config = AutoConfig.from_pretrained(path)
+        over = mesh if isinstance(mesh, DeviceMesh) else None
+        config = agree(lambda: AutoConfig.from_pretrained(path), over)
         _, params = convert.from_hf(
             path, table=table, mesh=ONE_RANK if mesh is None else mesh,
             dtype=kwargs.pop("dtype", None), device=kwargs.pop("device", "cpu"),

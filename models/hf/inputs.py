@@ -97,6 +97,9 @@ def count_targets(inputs: Mapping[str, Any]) -> int:
 def merge(parts: Sequence[Mapping[str, Any]], *, pad: int = 0) -> dict[str, Tensor]:
     """Collated batches as one: rows under each other, shorter ones padded on the right."""
     batches = [to_batch(part) for part in parts]
+    for part, batch in zip(parts, batches, strict=True):
+        if part.get("position_ids") is not None:
+            _check_positions(part["position_ids"].cpu().expand(batch.tokens.shape[0], -1), batch)
     length = max(batch.tokens.shape[1] for batch in batches)
     tokens, labels, valid, edges, base = [], [], [], [0], 0
     for batch in batches:
