@@ -15,7 +15,7 @@ from torch import Tensor
 
 from usp.mesh.collectives import sum_dtype
 from usp.mesh.devices import MeshLike, axis_sizes, coordinates
-from usp.mesh.groups import Stages, gather_flat, scatter_flat, stages_of
+from usp.mesh.groups import Stages, gather_each, gather_flat, scatter_each, scatter_flat, stages_of
 from usp.mesh.linear_many import apply_many
 from usp.mesh.move import Move
 from usp.mesh.packing import (
@@ -155,18 +155,15 @@ class Bundle:
         for route in self._routes:
             present = [s for s in route.slots if tensors[s.index] is not None]
             for slots, dtype in alike(present, [self._wire(tensors[s.index]) for s in present]):
-                flat = pack_shards(slots, [cast(Tensor, tensors[s.index]) for s in slots], dtype)
-                running.append((route, slots, flat, gather_flat(flat, route.stages[-1])))
+                shards = [cast(Tensor, tensors[s.index]) for s in slots]
+                running.append(_start_gather(route.stages, slots, shards, dtype))
         for i, move in self._moves.items():
             x = out[i]
             out[i] = None if x is None else move.run(x)
 
         def finish() -> list[Leaf]:
-            for route, slots, flat, work in running:
-                buffer = _ops.wait_tensor(work)
-                for stage in reversed(route.stages[:-1]):
-                    buffer = _ops.wait_tensor(gather_flat(buffer, stage))
-                for slot, t in zip(slots, unpack_full(slots, buffer.view(-1, flat.numel())), strict=True):
+            for slots, pending in running:
+                for slot, t in zip(slots, pending.wait(), strict=True):
                     out[slot.index] = t
             return out
 
@@ -178,18 +175,15 @@ class Bundle:
         for route in self._routes:
             present = [s for s in route.slots if grads[s.index] is not None]
             for slots, dtype in alike(present, [_sum_dtype(grads[s.index]) for s in present]):
-                buffer = pack_full(slots, [cast(Tensor, grads[s.index]) for s in slots], dtype)
-                running.append((route, slots, buffer, scatter_flat(buffer, route.stages[0])))
+                whole = [cast(Tensor, grads[s.index]) for s in slots]
+                running.append(_start_scatter(route.stages, slots, whole, dtype))
         for i, move in self._moves.items():
             g = out[i]
             out[i] = None if g is None else move.transposed().run(g.to(_sum_dtype(g)))
 
         def finish() -> list[Leaf]:
-            for route, slots, _, work in running:
-                flat = _ops.wait_tensor(work)
-                for stage in route.stages[1:]:
-                    flat = _ops.wait_tensor(scatter_flat(flat, stage))
-                for slot, t in zip(slots, unpack_shards(slots, flat.view(-1)), strict=True):
+            for slots, pending in running:
+                for slot, t in zip(slots, pending.wait(), strict=True):
                     out[slot.index] = t
             return [
                 t if t is None or d is None else t.to(d).contiguous()
@@ -261,3 +255,41 @@ class _Op:
 def _sum_dtype(t: Leaf) -> torch.dtype:
     assert t is not None
     return sum_dtype(t.dtype)
+
+
+def _start_gather(
+    stages: Stages, slots: Sequence[Slot], shards: Sequence[Tensor], dtype: torch.dtype
+) -> tuple[Sequence[Slot], Pending]:
+    """Leaves whose parts, one after the other, are the leaf travel as they are; others in one flat buffer."""
+    if len(stages) == 1 and all(s.in_order for s in slots):
+        started = gather_each([t.to(dtype).contiguous() for t in shards], stages[0])
+        return slots, Pending(lambda: [_ops.wait_tensor(t) for t in started])
+    flat = pack_shards(slots, shards, dtype)
+    work = gather_flat(flat, stages[-1])
+
+    def finish() -> list[Leaf]:
+        buffer = _ops.wait_tensor(work)
+        for stage in reversed(stages[:-1]):
+            buffer = _ops.wait_tensor(gather_flat(buffer, stage))
+        return list(unpack_full(slots, buffer.view(-1, flat.numel())))
+
+    return slots, Pending(finish)
+
+
+def _start_scatter(
+    stages: Stages, slots: Sequence[Slot], whole: Sequence[Tensor], dtype: torch.dtype
+) -> tuple[Sequence[Slot], Pending]:
+    """The mirror of `_start_gather`."""
+    if len(stages) == 1 and all(s.in_order for s in slots):
+        started = scatter_each([t.to(dtype).contiguous() for t in whole], stages[0])
+        return slots, Pending(lambda: [_ops.wait_tensor(t) for t in started])
+    buffer = pack_full(slots, whole, dtype)
+    work = scatter_flat(buffer, stages[0])
+
+    def finish() -> list[Leaf]:
+        flat = _ops.wait_tensor(work)
+        for stage in stages[1:]:
+            flat = _ops.wait_tensor(scatter_flat(flat, stage))
+        return list(unpack_shards(slots, flat.view(-1)))
+
+    return slots, Pending(finish)

@@ -53,8 +53,8 @@ def exchange(
     """Cut a flat x into pieces of `send` elements, piece i for rank i of `axis`; join what comes.
 
     1 all-to-all. `receive[i]` is what rank i sends here; what comes lies in rank order. No copy is made of a
-    contiguous x, nor of what arrives. Differentiable like `redistribute`. With one rank on `axis` x comes back as it is.
-    Raises ValueError when the sizes are not one per rank or x is not as long as they say.
+    contiguous x, nor of what arrives. Differentiable like `redistribute`. With one rank on `axis` x comes
+    back as it is. Raises ValueError when the sizes are not one per rank or x is not as long as they say.
     """
     parts = axis_sizes(mesh)[axis]
     if len(send) != parts or len(receive) != parts:

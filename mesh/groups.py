@@ -22,7 +22,7 @@ def stages_of(
 ) -> tuple[Stages, list[dict[str, int]]]:
     """Groups and sizes to gather over, innermost last, and each member's coordinates in order."""
     everything = axes == tuple(a for a, size in sizes.items() if size > 1)
-    if everything and isinstance(mesh, DeviceMesh) and len(axes) > 1:
+    if everything and isinstance(mesh, DeviceMesh):
         if group is None and mesh.size() == dist.get_world_size():
             world = dist.group.WORLD
             assert world is not None
@@ -33,8 +33,6 @@ def stages_of(
             members = [dict(zip(sizes, at, strict=True)) for _, at in order]
             return ((group, len(members)),), members
     stages = tuple((group_name(mesh, a), sizes[a]) for a in axes)
-    if everything and group is not None and len(stages) == 1:
-        stages = ((group, stages[0][1]),)
     return stages, [dict(zip(axes, at, strict=True)) for at in _places({a: sizes[a] for a in axes})]
 
 
@@ -45,6 +43,16 @@ def _places(sizes: dict[str, int]) -> list[tuple[int, ...]]:
 def gather_flat(x: Tensor, stage: tuple[str, int]) -> Tensor:
     """Under way: [n] -> [parts * n]; to be waited for."""
     return cast(Tensor, _ops.all_gather_into_tensor(x.view(-1), stage[1], stage[0]))
+
+
+def gather_each(tensors: list[Tensor], stage: tuple[str, int]) -> list[Tensor]:
+    """Under way, as one collective: each [n, ...] -> [parts * n, ...]; each to be waited for."""
+    return list(_ops.all_gather_into_tensor_coalesced(tensors, stage[1], stage[0]))
+
+
+def scatter_each(tensors: list[Tensor], stage: tuple[str, int]) -> list[Tensor]:
+    """Under way, as one collective: each [parts * n, ...] -> [n, ...], summed; each to be waited for."""
+    return list(_ops.reduce_scatter_tensor_coalesced(tensors, "sum", stage[1], stage[0]))
 
 
 def scatter_flat(x: Tensor, stage: tuple[str, int]) -> Tensor:

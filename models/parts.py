@@ -38,7 +38,7 @@ class Parts(NamedTuple):
     qkv: Callable[[Tensor, Block, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     norm_qkv: Callable[[Tensor, Tensor, Block, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     norm_qkv_wire: Callable[[Tensor, Tensor, Block, Tensor, Tensor, int], Tensor]
-    """q, k and v as `usp.heads.wire` puts them for so many ranks, written there by the kernel that rotates."""
+    """q, k and v as `usp.heads.wire` puts them for so many ranks, written by the kernel that rotates."""
     q: Callable[[Tensor, Block, Tensor, Tensor], Tensor]
     kv: Callable[[Tensor, Block, Tensor, Tensor], tuple[Tensor, Tensor]]
     act: Callable[[Tensor, Block], Tensor]

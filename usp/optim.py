@@ -43,12 +43,16 @@ def adamw_update(
     betas: tuple[float, float] = (0.9, 0.95),
     eps: float = 1e-8,
     weight_decay: float = 0.0,
+    grad_scale: Tensor | None = None,
 ) -> tuple[Any, AdamWState]:
     """One AdamW step on local shards, by torch's fused kernel. The arguments' memory holds the results.
 
     Decay is decoupled (Loshchilov and Hutter, arXiv 1711.05101) and applies to matrices only, not to 1-D
-    leaves. Does not communicate: gradients must already be at rest, whole sums (`reduce_grads`).
+    leaves. `grad_scale`, a scalar on the device, multiplies the gradients (`clip_scale`), in place and in the
+    same pass. Does not communicate: gradients must already be at rest, whole sums
+    (`reduce_grads`).
     """
+    inverse = None if grad_scale is None else grad_scale.float().reciprocal()  # the kernel divides by it
     # The kernel walks memory, not strides: a transposed gradient would be applied to the wrong entries.
     for decay, chosen in ((weight_decay, _matrices), (0.0, _vectors)):
         leaves = [
@@ -61,7 +65,7 @@ def adamw_update(
         p, m, v = ([t.contiguous() for t in tensors] for tensors in kept)
         adamw(
             p, grads_c, m, v, [], steps,
-            fused=True, amsgrad=False, maximize=False,
+            fused=True, grad_scale=inverse, amsgrad=False, maximize=False,
             beta1=betas[0], beta2=betas[1], lr=lr, weight_decay=decay, eps=eps,
         )  # fmt: skip
         for tensors, updated in zip(kept, (p, m, v), strict=True):
@@ -110,8 +114,8 @@ def global_norm(grads: Any, specs: Any, mesh: MeshLike) -> Tensor:
     for grad, spec in zip(leaves, specs, strict=True):
         if not isinstance(grad, Tensor):
             continue
-        wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
-        part = wide.square().sum() / replicas(spec, mesh)
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        part = torch.linalg.vector_norm(grad, dtype=wide).square() / replicas(spec, mesh)
         total = part if total is None else total + part.to(total.dtype)
     if total is None:
         raise ValueError("grads must hold at least one tensor, got none. Pass the tree from value_and_grad.")
@@ -124,15 +128,20 @@ def clip_by_global_norm(grads: Any, specs: Any, mesh: MeshLike, max_norm: float)
 
     Never waits for the device. A norm that is not finite makes every gradient NaN, so it is not hidden.
     """
-    if max_norm <= 0:
-        raise ValueError(f"max_norm={max_norm} must be positive. Leave clipping out instead of passing 0.")
     norm = global_norm(grads, specs, mesh)
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0) + 0 * norm  # NaN for an infinite norm, not 0
+    scale = clip_scale(norm, max_norm)
 
     def scaled(grad: Tensor) -> Tensor:
         return (grad.to(torch.promote_types(grad.dtype, scale.dtype)) * scale).to(grad.dtype)
 
     return pytree.tree_map_only(Tensor, scaled, grads), norm
+
+
+def clip_scale(norm: Tensor, max_norm: float) -> Tensor:
+    """What gradients of this `global_norm` are multiplied with to have one of at most `max_norm`."""
+    if max_norm <= 0:
+        raise ValueError(f"max_norm={max_norm} must be positive. Leave clipping out instead of passing 0.")
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0) + 0 * norm  # NaN for an infinite norm, not 0
 
 
 def _aligned(tree: Any, specs: Any) -> tuple[list[Any], list[Any]]:

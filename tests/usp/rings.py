@@ -73,7 +73,7 @@ def want(case: Case) -> list[Tensor]:
 
 
 def chunks(t: Tensor, ring: int, ulysses: int, r: int, u: int) -> Tensor:
-    """The tokens of rank (r, u), chunk by chunk: the r-th from the front and from the back, then 1 / ulysses."""
+    """Tokens of rank (r, u): of the r-th chunk from the front and the r-th from the back, 1 / ulysses."""
     if ring > 1:
         cut = t.chunk(2 * ring, 1)
         t = torch.cat([cut[r], cut[2 * ring - 1 - r]], 1)
@@ -114,7 +114,8 @@ def parity(sizes: Sizes, cases: Sequence[Case], kernel: str, exchange: str) -> l
                 dist.all_reduce(total, group=mesh.get_group(axis))  # every rank's heads and tokens
             got, expected = [*got, total], [*expected, whole[4]]
         for what, g, w, t in zip(("out", "dq", "dk", "dv", "dsinks"), got, expected, whole, strict=False):
-            errors.append((index, what, float((g - w).abs().max() / t.abs().max().clamp(min=1.0)) if g.numel() else 0.0))
+            error = (g - w).abs().max() / t.abs().max().clamp(min=1.0) if g.numel() else 0.0
+            errors.append((index, what, float(error)))
     return errors
 
 

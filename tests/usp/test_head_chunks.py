@@ -69,8 +69,9 @@ def by_chunks(
 ) -> Tensor:
     chosen = kernels.choose("tiled", device=x.device, dtype=x.dtype, size=H, v_size=H, features=())
     return chunked_attention(
-        x, w, Projections(make_q, make_kv), num_heads=heads[0], num_kv_heads=heads[1], num_chunks=num_chunks,  # type: ignore[arg-type]
-        v_size=H, mask=mask_of(x.shape[0], seq_len, 1, cu_seqlens=None, scale=0.3), place=Ring(), kernel=chosen,
+        x, w, Projections(make_q, make_kv),  # type: ignore[arg-type]
+        num_heads=heads[0], num_kv_heads=heads[1], num_chunks=num_chunks, v_size=H,
+        mask=mask_of(x.shape[0], seq_len, 1, cu_seqlens=None, scale=0.3), place=Ring(), kernel=chosen,
         table=TABLES["ulysses"], mesh=mesh, seq_len=seq_len,  # type: ignore[arg-type]
     )  # fmt: skip
 

@@ -224,3 +224,21 @@ def bfloat16_sum() -> None:
 def test_replicas_are_summed_in_float32(ranks: Pool) -> None:
     # cases H9, H13, P18
     ranks.run(bfloat16_sum)
+
+
+def test_a_scale_on_the_way_in_is_a_scaled_gradient() -> None:
+    grads = {"w": normal(3, 4, seed=1, dtype=torch.float32), "b": normal(5, seed=2, dtype=torch.float32)}
+    params = {"w": normal(3, 4, seed=3, dtype=torch.float32), "b": normal(5, seed=4, dtype=torch.float32)}
+    scale = torch.tensor(0.25)  # a power of two, so that its inverse and the products are exact
+    results = []
+    for given, factor in (({k: g * scale for k, g in grads.items()}, None), (grads, scale)):
+        mine = {k: p.clone() for k, p in params.items()}
+        state = adamw_init(mine)
+        for _ in range(2):
+            own = {k: g.clone() for k, g in given.items()}
+            adamw_update(mine, own, state, lr=0.1, weight_decay=0.1, grad_scale=factor)
+            assert all(torch.equal(own[k], g * scale) for k, g in grads.items())  # written over
+        results.append(mine)
+    for name in params:
+        assert torch.equal(results[0][name], results[1][name])
+        assert not torch.equal(results[0][name], params[name])

@@ -32,7 +32,7 @@ def milliseconds(fn: Callable[[], Any], repeats: int = 20) -> float:
         fn()
         stop.record()
         torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop))
+        times.append(float(start.elapsed_time(stop)))
     return sorted(times)[repeats // 2]
 
 
@@ -60,7 +60,7 @@ def main() -> None:
         o = randn(args.batch, seq_len, HEADS[0] // world, SIZE).requires_grad_()
         flat, flat_o = torch.empty_like(wired).view(-1), torch.empty_like(o).view(-1)
         there = wired_to_heads(wired, own, **where)  # type: ignore[arg-type]
-        back = heads_to_seq(o, num_heads=HEADS[0], **where)  # type: ignore[arg-type]
+        back = heads_to_seq(o, num_heads=HEADS[0], **where)
         ups, up = [torch.randn_like(t).contiguous() for t in there], torch.randn_like(back)
 
         def raw(x: torch.Tensor) -> Callable[[], Any]:

@@ -6,6 +6,8 @@ import argparse
 import json
 import os
 import time
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from usp import (
     Batch,
     adamw_init,
     adamw_update,
-    clip_by_global_norm,
+    global_norm,
     models,
     reduce_grads,
     shard_batch,
@@ -25,6 +27,7 @@ from usp import (
 from usp.arena import Arena
 from usp.mesh import TABLES, build_mesh, local_shape
 from usp.models import LlamaConfig
+from usp.optim import clip_scale
 
 LLAMA_3_8B: dict[str, Any] = {
     "vocab_size": 128256,
@@ -34,8 +37,16 @@ LLAMA_3_8B: dict[str, Any] = {
     "num_kv_heads": 8,
     "rope_theta": 500000.0,
 }
-SHOWN = ("table", "ring", "remat", "offload", "group", "kernel", "head_chunks", "mlp_tile", "compile")
-OPTIONS = ("remat", "kernel", "head_chunks", "mlp_tile", "group", "offload", "compile")
+DEFAULTS: dict[str, Any] = {
+    "remat": "attention",
+    "group": 1,
+    "offload": "none",
+    "kernel": "auto",
+    "head_chunks": 1,
+    "mlp_tile": None,
+    "compile": True,
+    "stored": 0,  # so many of the last layers keep everything
+}
 
 
 def flops_per_token(cfg: LlamaConfig, seq_len: int) -> float:
@@ -52,68 +63,85 @@ def parse() -> argparse.Namespace:
     p.add_argument("--seq-len", type=int, nargs="+", default=[32768])
     p.add_argument("--ring", type=int, default=1)
     p.add_argument("--table", default="usp")
-    p.add_argument("--remat", default="attention")
-    p.add_argument("--group", type=int, default=1)
-    p.add_argument("--offload", default="none")
-    p.add_argument("--kernel", default="auto")
-    p.add_argument("--head-chunks", type=int, default=1)
-    p.add_argument("--mlp-tile", type=int, default=None)
-    p.add_argument("--compile", action="store_true")
+    p.add_argument(
+        "--setting", nargs="+", default=[""],
+        help=f"options of the model, each setting as name=value,name=value; known: {', '.join(DEFAULTS)}",
+    )  # fmt: skip
     p.add_argument("--steps", type=int, default=3)
     p.add_argument("--trace", type=Path, default=None, help="write a Chrome trace of one step here")
     p.add_argument("--out", type=Path, default=None, help="append one line of JSON per length here")
     return p.parse_args()
 
 
-def make_step(
-    args: argparse.Namespace, device: torch.device, mesh: Any
-) -> tuple[Any, LlamaConfig, Arena | None]:
-    """A step on one shard; parameters and moments are float32 shards, computation is bfloat16."""
-    table = TABLES[args.table]
-    cfg = LlamaConfig(num_layers=args.layers, **LLAMA_3_8B)
-    specs = models.param_specs(cfg, table)
+def read_setting(text: str) -> dict[str, Any]:
+    setting = dict(DEFAULTS)
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        if name not in DEFAULTS:
+            raise SystemExit(f"--setting {text!r} must use {', '.join(DEFAULTS)}, got {name!r}.")
+        setting[name] = {"None": None, "True": True, "False": False}.get(value, value)
+        if value.isdigit():
+            setting[name] = int(value)
+    return setting
 
-    def make(_: str, leaf: Any, spec: Any) -> torch.Tensor:
-        shape = local_shape(spec, leaf.shape, mesh)
-        return (torch.randn if leaf.init == "normal" else torch.ones)(shape, device=device) * 0.02
 
-    params = models.map_params(make, models.abstract(cfg), specs)
-    state = adamw_init(params)
-    arena = Arena() if args.offload == "host" else None
-    options: dict[str, Any] = {name: getattr(args, name) for name in OPTIONS}
-    options |= {"dtype": torch.bfloat16, "arena": arena}
-    loss_and_grads = value_and_grad(
-        lambda p, shard: models.loss(p, shard, cfg, table=table, mesh=mesh, **options)
-    )
+class Bench:
+    """One model's parameters and moments, float32 shards; computation is bfloat16."""
 
-    def step(shard: Any) -> torch.Tensor:
-        loss, grads = loss_and_grads(params, shard)
-        grads = reduce_grads(grads, specs, mesh)
-        grads, _ = clip_by_global_norm(grads, specs, mesh, 1.0)
-        adamw_update(params, grads, state, lr=1e-5, weight_decay=0.0)
-        result: torch.Tensor = loss.detach()
-        return result
+    def __init__(self, layers: int, table: str, device: torch.device, mesh: Any) -> None:
+        self.table, self.mesh = TABLES[table], mesh
+        self.cfg = LlamaConfig(num_layers=layers, **LLAMA_3_8B)
+        self.specs = models.param_specs(self.cfg, self.table)
 
-    return step, cfg, arena
+        def make(_: str, leaf: Any, spec: Any) -> torch.Tensor:
+            shape = local_shape(spec, leaf.shape, mesh)
+            return (torch.randn if leaf.init == "normal" else torch.ones)(shape, device=device) * 0.02
+
+        self.params = models.map_params(make, models.abstract(self.cfg), self.specs)
+        self.state = adamw_init(self.params)
+        self.arena = Arena()
+
+    def step_with(self, setting: dict[str, Any]) -> Callable[[Any], torch.Tensor]:
+        options = {name: value for name, value in setting.items() if name != "stored"}
+        options |= {"dtype": torch.bfloat16, "arena": self.arena if setting["offload"] == "host" else None}
+        if setting["stored"]:
+            rest = self.cfg.num_layers - setting["stored"]
+            options["remat"] = [setting["remat"]] * rest + ["none"] * setting["stored"]
+        loss_and_grads = value_and_grad(
+            lambda p, shard: models.loss(p, shard, self.cfg, table=self.table, mesh=self.mesh, **options)
+        )
+
+        def step(shard: Any) -> torch.Tensor:
+            loss, grads = loss_and_grads(self.params, shard)
+            grads = reduce_grads(grads, self.specs, self.mesh)
+            scale = clip_scale(global_norm(grads, self.specs, self.mesh), 1.0)
+            adamw_update(self.params, grads, self.state, lr=1e-5, grad_scale=scale)
+            result: torch.Tensor = loss.detach()
+            return result
+
+        return step
 
 
 def measure(step: Any, shard: Any, steps: int) -> dict[str, Any]:
+    """Steps one after the other, as in training: the host does not wait between them."""
     began = time.perf_counter()
     step(shard)
     torch.cuda.synchronize()
     first = time.perf_counter() - began
     torch.cuda.reset_peak_memory_stats()
-    times, host, loss = [], [], torch.zeros(())
+    dist.barrier()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
     for _ in range(steps):
-        dist.barrier()
-        torch.cuda.synchronize()
-        began = time.perf_counter()
         loss = step(shard)
-        host.append(time.perf_counter() - began)
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-    peak = torch.cuda.max_memory_allocated()
-    return {"first": first, "times": times, "host": min(host), "loss": float(loss), "peak": peak}
+    host = time.perf_counter() - began
+    torch.cuda.synchronize()
+    seconds = (time.perf_counter() - began) / steps
+    peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    return {
+        "first": first, "seconds": seconds, "host": host / steps, "loss": float(loss), "peak": peak,
+        "reserved": reserved,
+    }  # fmt: skip
 
 
 def report(row: dict[str, Any]) -> str:
@@ -135,27 +163,31 @@ def main() -> None:
     device = torch.device("cuda", local)
     dist.init_process_group("nccl", device_id=device)
     mesh = build_mesh(ring=args.ring, ulysses=world // args.ring)
-    step, cfg, arena = make_step(args, device, mesh)
+    bench = Bench(args.layers, args.table, device, mesh)
+    torch.cuda.empty_cache()
     base = torch.cuda.memory_allocated()
-    for seq_len in args.seq_len:
-        tokens = torch.randint(cfg.vocab_size, (1, seq_len), generator=torch.Generator().manual_seed(seq_len))
-        shard = shard_batch(Batch(tokens), table=TABLES[args.table], mesh=mesh, device=device)
-        row: dict[str, Any] = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
-        row |= {"seq_len": seq_len, "world": world, "base": base}
+    for text, seq_len in product(args.setting, args.seq_len):
+        setting = read_setting(text)
+        tokens = torch.randint(
+            bench.cfg.vocab_size, (1, seq_len), generator=torch.Generator().manual_seed(seq_len)
+        )
+        shard = shard_batch(Batch(tokens), table=bench.table, mesh=mesh, device=device)
+        row: dict[str, Any] = {"layers": args.layers, "table": args.table, "ring": args.ring, "world": world}
+        row |= setting | {"seq_len": seq_len, "base": base}
+        step = bench.step_with(setting)
         try:
             row |= measure(step, shard, args.steps)
-            seconds = sorted(row["times"])[len(row["times"]) // 2]
+            rate = flops_per_token(bench.cfg, seq_len) * seq_len / row["seconds"] / world / 1e12
             row |= {
-                "seconds": seconds,
-                "tokens_per_s_gpu": seq_len / seconds / world,
-                "tflops_gpu": flops_per_token(cfg, seq_len) * seq_len / seconds / world / 1e12,
+                "tokens_per_s_gpu": seq_len / row["seconds"] / world,
+                "tflops_gpu": rate,
                 "kib_per_local_token": (row["peak"] - base) / 1024 / (seq_len / world),
-                "host_gib": 0.0 if arena is None else arena.nbytes / 2**30,
+                "host_gib": bench.arena.nbytes / 2**30 if setting["offload"] == "host" else 0.0,
             }
         except torch.cuda.OutOfMemoryError as e:
             row["error"] = str(e)[:120]
         if local == 0:
-            print(seq_len, *(row[k] for k in SHOWN), report(row), flush=True)
+            print(f"{seq_len} {args.table} ring {args.ring} [{text}]", report(row), flush=True)
             if args.out:
                 with args.out.open("a") as f:
                     f.write(json.dumps(row) + "\n")
@@ -166,6 +198,7 @@ def main() -> None:
             if local == 0:
                 profile.export_chrome_trace(str(args.trace))
         dist.barrier()
+        torch.cuda.empty_cache()
     dist.destroy_process_group()
 
 
