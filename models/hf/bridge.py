@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from usp import Shard
@@ -72,6 +72,7 @@ class BridgedCausalLM(PreTrainedModel):  # type: ignore[no-untyped-call]
         self.mesh = ONE_RANK if mesh is None else mesh
         self.cfg = LlamaConfig.from_hf_dict(config.to_dict())
         check_layout(self.cfg, mesh=self.mesh, table=self.table)
+        self.generation_config = GenerationConfig()  # trainers write the tokenizer's ids to it
         self.averaged, self.source, self.options = averaged, source, options
         if params is None:
             params = init(self.cfg, seed=0, table=self.table, mesh=self.mesh)

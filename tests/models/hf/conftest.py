@@ -14,9 +14,13 @@ PRELOADED = ["torch", "transformers.modeling_utils", "usp.models.hf", "tests.mod
 class ForkedPool(Pool):
     """As `Pool`, its ranks forked from one process that has imported and done nothing else."""
 
+    def __init__(self, world_size: int, *more: str) -> None:
+        super().__init__(world_size)
+        self._preloaded = [*PRELOADED, *more]
+
     def _start(self) -> None:
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context.set_forkserver_preload(self._preloaded)  # heard by the first pool of a session only
         self._folder = tempfile.TemporaryDirectory()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()

@@ -1,0 +1,95 @@
+"""What one rank does in the tests of TRL's SFTTrainer."""
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
+
+import datasets
+import torch
+import torch.distributed as dist
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from trl import SFTConfig, SFTTrainer
+
+from tests.models.hf.causal import causal_model
+from tests.models.hf.run_trainer import as_launched, curve
+from usp.mesh import TABLES, build_mesh
+from usp.models.hf import BridgedCausalLM
+from usp.models.hf.sft import SequenceParallelSFTTrainer
+from usp.models.hf.trainer import SequenceParallelConfig
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    inner = Tokenizer(models.WordLevel({f"t{i}": i for i in range(101)}, unk_token="t1"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="t0", eos_token="t2", unk_token="t1")
+
+
+def conversations(number: int) -> datasets.Dataset:
+    """Prompts, which are no targets, and completions of many lengths."""
+    draw = random.Random(3)
+
+    def words() -> str:
+        return " ".join(f"t{draw.randrange(3, 101)}" for _ in range(draw.randrange(2, 12)))
+
+    datasets.disable_progress_bars()
+    return datasets.Dataset.from_list(
+        [{"prompt": words(), "completion": " " + words()} for _ in range(number)]
+    )
+
+
+def config(out: Path, **more: Any) -> SFTConfig:
+    fields: dict[str, Any] = {
+        "output_dir": str(out),
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 6,
+        "learning_rate": 3e-3,
+        "logging_steps": 1,
+        "max_length": None,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": [],
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        **more,
+    }
+    return SFTConfig(**fields)
+
+
+def plain(out: Path) -> Any:
+    """TRL's own trainer on one process."""
+    torch.set_num_threads(1)
+    trainer = SFTTrainer(
+        causal_model("llama"), config(out), train_dataset=conversations(22), processing_class=tokenizer()
+    )
+    trainer.train()
+    return curve(trainer)
+
+
+def cut(out: Path, ulysses: int, table: str, kind: str, more: dict[str, Any]) -> Any:
+    model = causal_model("llama")
+    if kind == "bridge":
+        model.save_pretrained(out / "start", is_main_process=dist.get_rank() == 0)
+        dist.barrier()
+        mesh = build_mesh(ulysses=ulysses)
+        model = BridgedCausalLM.from_pretrained(out / "start", table=TABLES[table], mesh=mesh, whole=True)
+    trainer = SequenceParallelSFTTrainer(
+        model,
+        config(out, **more),
+        train_dataset=conversations(22),
+        eval_dataset=conversations(6),
+        processing_class=tokenizer(),
+        sequence_parallel=SequenceParallelConfig(ulysses_size=ulysses, table=table),
+    )
+    trainer.train()
+    return curve(trainer), trainer.evaluate()["eval_loss"]
+
+
+def on_rank(*args: Any) -> Any:
+    as_launched()
+    return cut(*args)
