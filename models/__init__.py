@@ -6,17 +6,20 @@ if __name__ != "usp.models":
 from usp.models.block import block
 from usp.models.config import LlamaConfig, Rope
 from usp.models.convert import from_hf, load, save, to_hf
+from usp.models.evaluate import Evaluation, evaluate
 from usp.models.layout import check_layout
 from usp.models.llama import hidden, logits, loss
-from usp.models.memory import training_memory
+from usp.models.memory import Memory, training_memory
 from usp.models.params import Block, Leaf, Params, abstract, init, map_params, named_leaves, param_specs
 from usp.models.settings import Settings, choose_settings, longest
 from usp.models.traffic import model_traffic
 
 __all__ = [
     "Block",
+    "Evaluation",
     "Leaf",
     "LlamaConfig",
+    "Memory",
     "Params",
     "Rope",
     "Settings",
@@ -24,6 +27,7 @@ __all__ = [
     "block",
     "check_layout",
     "choose_settings",
+    "evaluate",
     "from_hf",
     "hidden",
     "init",

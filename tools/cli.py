@@ -8,10 +8,14 @@ from typing import Annotated, Any
 import tyro
 
 from usp.tools.config import Convert, Train
+from usp.tools.config_eval import Eval
+from usp.tools.config_plan import Plan
 
 Command = (
     Annotated[Train, tyro.conf.subcommand("train", prefix_name=False)]
     | Annotated[Convert, tyro.conf.subcommand("convert", prefix_name=False)]
+    | Annotated[Eval, tyro.conf.subcommand("eval", prefix_name=False)]
+    | Annotated[Plan, tyro.conf.subcommand("plan", prefix_name=False)]
 )
 
 
@@ -28,10 +32,18 @@ def main(args: Sequence[str] | None = None) -> None:
         from usp.tools.train import main as train
 
         return train(words[1:], prog="usp train")
-    command = parse(Command, prog="usp", args=words)
-    from usp.tools.convert import convert
+    if words[:1] == ["eval"]:
+        from usp.tools.eval import main as evaluate
 
+        return evaluate(words[1:], prog="usp eval")
+    command = parse(Command, prog="usp", args=words)
     try:
+        if isinstance(command, Plan):
+            from usp.tools.plan import plan
+
+            return print(plan(command))
+        from usp.tools.convert import convert
+
         convert(command)
     except (ValueError, OSError) as e:
         raise SystemExit(f"error: {e}") from None

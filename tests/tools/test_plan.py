@@ -1,0 +1,86 @@
+"""`usp plan`: everything is printed, nothing is started."""
+
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from usp.models import LlamaConfig
+from usp.tools.cli import main as usp
+from usp.tools.presets import MODELS
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    usp(["plan", *words])
+    return capsys.readouterr().out
+
+
+def test_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "llama-3-8b", "--seq-len", "1048576", "--ulysses", "4", "--ring", "2")
+    for part in (
+        "table 'usp' on dp 1 x ring 2 x ulysses 4",
+        "q         P('dp', 'ring', 'ulysses', None)",
+        "each of 32 layers, forward",
+        "each of 32 layers, backward",
+        "p2p 3.0 GiB, gather 2.0 GiB; gather, as all keys",
+        "Ulysses   ulysses              3.0 GiB",
+        "ZeRO-3",
+        "kept for the backward",
+        "moments",
+        "fits: ",
+    ):
+        assert part in text
+    # 131072 tokens of a rank, (32 + 16) heads of 128 in bfloat16, 3 of 4 parts leave
+    assert re.search(r"q, k, v +1 all_to_all +ulysses 4 +1\.1 GiB", text)
+    assert not torch.distributed.is_initialized()
+
+
+def test_own_settings_and_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["qwen3-4b", "--seq-len", "262144", "--ulysses", "2", "--table", "ulysses"]
+    options = ["--remat", "attention", "--mlp-tile", "4096", "--head-chunks", "2"]
+    assert "fits: " in said(capsys, *words, *options, "--gpu", "h200")
+    text = said(capsys, *words, *options, "--gpu-memory", "40GB")
+    assert "DOES NOT FIT: " in text
+    assert "settings: remat=attention, mlp_tile=4096, head_chunks=2" in text
+
+
+def test_longest(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "smollm2-135m", "--longest", "--ulysses", "2", "--gpu-memory", "24GB")
+    assert re.search(r"1 x \d{6,} tokens on 2 GPUs", text)
+    assert "fits: " in text
+
+
+def test_a_directory(model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, str(model_dir), "--seq-len", "64", "--dp", "2", "--table", "replicated")
+    assert "each of 2 layers, forward\n    nothing" in text
+    assert "gradients" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["llama-3-8b"], "seq_len=None must be given"),
+        (["nothing", "--seq-len", "8"], "must be a Hugging Face model directory or one of"),
+        (["llama-3-8b", "--seq-len", "8", "--table", "none"], "table=none must be one of"),
+        (["llama-3-8b", "--seq-len", "8", "--gpu-memory", "much"], "gpu-memory=much must be a size"),
+        (["llama-3-8b", "--seq-len", "8", "--group", "2"], "remat=auto must choose all of them"),
+        (["llama-3-8b", "--seq-len", "67108864", "--dp", "2"], "must fit gpu_memory="),
+        (["llama-3-8b", "--seq-len", "8", "--ulysses", "2", "--batch-size", "0"], "batch_size=0 must be"),
+    ],
+)
+def test_refused(words: list[str], match: str) -> None:
+    with pytest.raises(SystemExit, match=match):
+        usp(["plan", *words])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_presets_are_whole(name: str) -> None:
+    """They go to Transformers' config.json and back."""
+    fields: dict[str, Any] = json.loads(json.dumps(MODELS[name].to_hf_dict()))
+    assert asdict(LlamaConfig.from_hf_dict(fields)) == asdict(MODELS[name])
+    assert AutoConfig.for_model(**fields).hidden_size == MODELS[name].hidden_size

@@ -1,0 +1,204 @@
+"""`usp plan MODEL --seq-len N ...`: where tensors live, what a step sends and holds. It only prints."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from usp import models
+from usp.mesh import TABLES, Table
+from usp.models.local import Local, local
+from usp.models.settings import SPARE, Settings, gib
+from usp.models.textbook import textbook
+from usp.models.traffic import ModelTraffic
+from usp.models.traffic_attention import kv_elements
+from usp.models.traffic_kinds import Traffic
+from usp.models.writer import parse_size
+from usp.ring import ring_bytes
+from usp.tools.config_plan import Plan
+from usp.tools.presets import GPUS, find_model
+
+COLUMNS = ("tokens", "residual", "attn_x", "q", "kv", "mlp_x")
+WEIGHTS = ("embed", "wq", "wo", "w_gate", "w_down", "norm")
+SHOWN_REASONS = 6
+LASTING = ("parameters", "moments", "tokens and positions")
+
+
+def plan(cfg: Plan) -> str:
+    """The whole answer as text. Raises ValueError for what does not go together."""
+    check(cfg)
+    model, table = find_model(cfg.model), TABLES[cfg.table]
+    sizes = {"dp": cfg.dp, "ring": cfg.ring, "ulysses": cfg.ulysses}
+    models.check_layout(model, mesh=sizes, table=table, seq_len=cfg.seq_len)
+    gpu = parse_memory("gpu-memory", cfg.gpu_memory) if cfg.gpu_memory else GPUS[cfg.gpu]
+    host = parse_memory("host-memory", cfg.host_memory)
+    given: dict[str, Any] = {
+        "batch": cfg.batch_size or cfg.dp,
+        "accumulate": cfg.accumulate,
+        "dtype": getattr(torch, cfg.dtype),
+        "compile": cfg.compile,
+    }
+    seq_len, settings = cfg.seq_len, None
+    if cfg.longest:
+        seq_len, settings = models.longest(model, table, sizes, gpu, host, **given)
+    elif cfg.remat == "auto":
+        assert seq_len is not None
+        settings = models.choose_settings(model, table, sizes, seq_len, gpu, host, **given)
+    assert seq_len is not None
+    options = own_options(cfg) if settings is None else settings.options()
+    memory = models.training_memory(model, table, sizes, seq_len=seq_len, **given, **options)
+    del given["accumulate"]
+    traffic = models.model_traffic(model, table, sizes, seq_len=seq_len, **given, **options)
+    where = local(model, table, sizes, batch=given["batch"], seq_len=seq_len)
+    usable = int(gpu * (1 - SPARE))
+    fits = memory.peak.nbytes <= usable and memory.host <= host
+    verdict = (
+        f"{'fits' if fits else 'DOES NOT FIT'}: {gib(memory.peak.nbytes)} at the peak ({memory.peak.name}) "
+        f"of {gib(gpu)}, {gib(usable)} of it usable; host {gib(memory.host)} of {gib(host)}"
+    )
+    return "\n\n".join(
+        [
+            headline(cfg, seq_len, settings, options),
+            placements(table, sizes),
+            moves(traffic, where, given["dtype"], options["head_chunks"]),
+            held(memory),
+            verdict,
+        ]
+    )
+
+
+def check(cfg: Plan) -> None:
+    if (cfg.seq_len is None) != cfg.longest:
+        raise ValueError(
+            f"seq_len={cfg.seq_len} must be given unless --longest, got longest={cfg.longest}. Give one."
+        )
+    for name in ("dp", "ring", "ulysses", "accumulate", "group", "head_chunks"):
+        if getattr(cfg, name) < 1:
+            flag = name.replace("_", "-")
+            raise ValueError(f"{name}={getattr(cfg, name)} must be at least 1. Change --{flag}.")
+    if cfg.table not in TABLES:
+        raise ValueError(f"table={cfg.table} must be one of {', '.join(TABLES)}. Change --table.")
+    if cfg.gpu not in GPUS:
+        raise ValueError(f"gpu={cfg.gpu} must be one of {', '.join(GPUS)}. Or give --gpu-memory.")
+    if cfg.batch_size is not None and (cfg.batch_size < 1 or cfg.batch_size % cfg.dp):
+        raise ValueError(
+            f"batch_size={cfg.batch_size} must be a multiple of dp, got dp={cfg.dp}. Change --batch-size."
+        )
+    chosen = [name for name, value in own_options(cfg).items() if name != "remat" and value != FREE[name]]
+    if chosen and (cfg.remat == "auto" or cfg.longest):
+        raise ValueError(
+            f"remat=auto must choose all of them, got {', '.join(chosen)} too. Give --remat too, or none."
+        )
+    if cfg.remat == "none" and (cfg.group != 1 or cfg.offload != "none"):
+        raise ValueError(
+            f"remat=none must come without groups and offload, got group={cfg.group} offload={cfg.offload}. "
+            "Change --remat."
+        )
+
+
+FREE: Mapping[str, Any] = {"group": 1, "offload": "none", "mlp_tile": None, "head_chunks": 1}
+
+
+def own_options(cfg: Plan) -> dict[str, Any]:
+    return {"remat": cfg.remat, **{name: getattr(cfg, name) for name in FREE}}
+
+
+def parse_memory(name: str, text: str) -> int:
+    if text.strip() in ("0", "0GB"):
+        return 0
+    try:
+        return parse_size(text)
+    except ValueError:
+        raise ValueError(f"{name}={text} must be a size such as 141GB or 80GiB. Change --{name}.") from None
+
+
+def headline(cfg: Plan, seq_len: int, settings: Settings | None, options: Mapping[str, Any]) -> str:
+    ranks = cfg.dp * cfg.ring * cfg.ulysses
+    lines = [
+        f"{cfg.model}: {cfg.batch_size or cfg.dp} x {seq_len} tokens on {ranks} GPUs (dp {cfg.dp}, ring "
+        f"{cfg.ring}, ulysses {cfg.ulysses}), {seq_len // (cfg.ring * cfg.ulysses)} tokens of a row a rank",
+        f"settings: {settings.describe() if settings else Settings(**options).describe()}",
+    ]
+    reasons = [] if settings is None else settings.reasons
+    lines += [f"  {reason}" for reason in reasons[-SHOWN_REASONS:]]
+    return "\n".join(lines)
+
+
+def placements(table: Table, sizes: Mapping[str, int]) -> str:
+    mesh = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+    lines = [f"table {table.name!r} on {mesh}"]
+    lines += [f"  {name:<9} {getattr(table, name)}" for name in COLUMNS]
+    lines += [f"  {name:<9} at rest {table.rest[name]!s:<42} in use {table.use[name]}" for name in WEIGHTS]
+    return "\n".join(lines)
+
+
+def moves(traffic: ModelTraffic, where: Local, dtype: torch.dtype, head_chunks: int) -> str:
+    lines = ["sent by one rank"]
+    for layer, num in Counter(traffic.layers).items():
+        lines.append(f"  each of {num} layers, forward")
+        lines += rows(layer.forward, where.sizes)
+        lines.append(f"  each of {num} layers, backward, with what is run again")
+        lines += rows(layer.backward, where.sizes)
+    lines.append("  around the layers, forward and backward")
+    lines += rows((*traffic.around.forward, *traffic.around.backward), where.sizes)
+    if traffic.update:
+        lines.append("  update")
+        lines += rows(merged(traffic.update), where.sizes)
+    total = sum(t.nbytes for t in (*traffic.forward, *traffic.backward, *traffic.update))
+    lines.append(f"  whole step: {gib(total)}")
+    lines += [f"  {line}" for line in ring_choice(where, dtype, head_chunks)]
+    formulas = textbook(where, dtype)
+    lines += ["  by the book, a layer's forward"] if formulas else []
+    for f in formulas:
+        lines.append(f"    {f.scheme:<9} {'+'.join(f.axes):<16} {size(f.nbytes):>11}  {f.text} ({f.source})")
+    return "\n".join(lines)
+
+
+def rows(traffic: Iterable[Traffic], sizes: Mapping[str, int]) -> list[str]:
+    found = []
+    for t in traffic:
+        over = "+".join(f"{axis} {sizes[axis]}" for axis in t.axes)
+        found.append(f"    {t.what:<28} {t.calls:>3} {t.kind:<15} {over:<24} {size(t.nbytes):>11}")
+    return found or ["    nothing"]
+
+
+def merged(traffic: Iterable[Traffic]) -> list[Traffic]:
+    """All gradients in one row."""
+    found: dict[tuple[str, str, tuple[str, ...]], Traffic] = {}
+    for t in traffic:
+        what = "gradients" if t.what.startswith("gradient") else t.what
+        old = found.get((what, t.kind, t.axes), Traffic(what, t.kind, t.axes, 0, 0))
+        found[what, t.kind, t.axes] = old._replace(calls=old.calls + t.calls, nbytes=old.nbytes + t.nbytes)
+    return list(found.values())
+
+
+def ring_choice(where: Local, dtype: torch.dtype, head_chunks: int) -> list[str]:
+    if where.degree == 1:
+        return []
+    both = ring_bytes(kv_elements(where, where.heads), dtype.itemsize, where.degree)
+    pays = where.gathers(head_chunks)
+    return [
+        f"ring of {where.degree}, forward and backward: p2p {size(both.p2p)}, gather {size(both.gather)}; "
+        f"{'gather' if pays else 'p2p'}, as all keys ({where.degree} x {where.heads.kv} heads) take "
+        f"{'no more' if pays else 'more'} room than q ({where.heads.q} heads)"
+    ]
+
+
+def held(memory: models.Memory) -> str:
+    lines = ["memory of one rank, by moment (what the allocator loses is not in it)"]
+    for phase in memory.phases:
+        own = (f"{name} {gib(n)}" for name, n in phase.parts.items() if name not in LASTING and n >= 2**27)
+        mark = "  <- peak" if phase is memory.peak else ""
+        lines.append(f"  {phase.name:<24} {gib(phase.nbytes):>11}{mark}")
+        lines.append(f"    {', '.join(own)}")
+    lines.append(f"at the peak ({memory.peak.name})")
+    lines += [f"  {name:<28} {gib(nbytes):>11}" for name, nbytes in memory.peak.parts.items() if nbytes]
+    lines.append(f"  {'on the host':<28} {gib(memory.host):>11}")
+    return "\n".join(lines)
+
+
+def size(nbytes: int) -> str:
+    return gib(nbytes) if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
