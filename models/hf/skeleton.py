@@ -64,6 +64,12 @@ def read(root: nn.Module, cfg: LlamaConfig, table: Table, mesh: Mesh) -> Params:
             return value
         spec = spec_of(table.rest, dotted, leaf, table=table.name)
         for delta in _deltas(module, path):
+            if tuple(delta.shape) != leaf.shape:
+                raise ValueError(
+                    f"{path}: adapters must have the size of the whole weight {leaf.shape}, got "
+                    f"{tuple(delta.shape)}: PEFT sizes them by the shard it sees. Build the model with "
+                    f"whole=True, or use usp.models.lora."
+                )
             value = value + delta[local_slices(spec, leaf.shape, mesh)].to(value.dtype)
         return value
 
