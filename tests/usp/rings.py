@@ -28,11 +28,12 @@ class Case(NamedTuple):
     softcap: float | None = None
 
 
-def inputs(case: Case) -> tuple[list[Tensor], Tensor]:
-    """Whole q, k, v (and sinks), and the gradient of the output."""
+def inputs(case: Case, dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], Tensor]:
+    """Whole q, k, v (and sinks), and the gradient of the output, in float64, rounded to `dtype` before."""
     b, s, n, k, h, hv = case.shape
     shapes: list[tuple[int, ...]] = [(b, s, n, h), (b, s, k, h), (b, s, k, hv)] + [(n,)] * case.sinks
-    return [normal(*shape, seed=i) for i, shape in enumerate(shapes)], normal(b, s, n, hv, seed=9)
+    x = [normal(*shape, seed=i, dtype=dtype).double() for i, shape in enumerate(shapes)]
+    return x, normal(b, s, n, hv, seed=9, dtype=dtype).double()
 
 
 def dense(case: Case, x: Sequence[Tensor]) -> Tensor:
@@ -64,9 +65,9 @@ def dense(case: Case, x: Sequence[Tensor]) -> Tensor:
     return torch.stack(outs, 2)
 
 
-def want(case: Case) -> list[Tensor]:
+def want(case: Case, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     """Output and all gradients of the whole."""
-    x, up = inputs(case)
+    x, up = inputs(case, dtype)
     leaves = [t.requires_grad_() for t in x]
     out = dense(case, leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, up)]
@@ -80,19 +81,29 @@ def chunks(t: Tensor, ring: int, ulysses: int, r: int, u: int) -> Tensor:
     return t.chunk(ulysses, 1)[u]
 
 
-def parity(sizes: Sizes, cases: Sequence[Case], kernel: str, exchange: str) -> list[tuple[int, str, float]]:
-    """(case, what, error relative to the largest entry) of everything this rank holds."""
+def parity(
+    sizes: Sizes,
+    cases: Sequence[Case],
+    kernel: str,
+    exchange: str,
+    dtype: torch.dtype = torch.float64,
+    device: str = "cpu",
+) -> list[tuple[int, str, float]]:
+    """(case, what, error relative to the largest entry) of everything this rank holds.
+
+    The whole is computed in float64 from inputs rounded to `dtype`.
+    """
     mesh = mesh_of(sizes)
     if outside(mesh):
         return []
     table, at = TABLES["usp"], coordinates(mesh)
     errors = []
     for index, case in enumerate(cases):
-        x, up = inputs(case)
-        whole = want(case)
+        x, up = inputs(case, dtype)
+        whole = want(case, dtype)
         place = (sizes[1], sizes[2], at["ring"], at["ulysses"])
-        local = [chunks(t, *place).clone().requires_grad_() for t in x[:3]]
-        sinks = x[3].clone().requires_grad_() if case.sinks else None
+        local = [chunks(t, *place).to(device, dtype, copy=True).requires_grad_() for t in x[:3]]
+        sinks = x[3].to(device, dtype, copy=True).requires_grad_() if case.sinks else None
         seq = case.shape[1]
         q, k, v = seq_to_heads(*local, mesh=mesh, table=table, seq_len=seq)
         first = sum(t.shape[0] for t in torch.arange(case.shape[2]).tensor_split(sizes[2])[: at["ulysses"]])
@@ -105,7 +116,8 @@ def parity(sizes: Sizes, cases: Sequence[Case], kernel: str, exchange: str) -> l
         )  # fmt: skip
         out = heads_to_seq(out, num_heads=case.shape[2], mesh=mesh, table=table, seq_len=seq)
         leaves = local if sinks is None else [*local, sinks]
-        grads = list(torch.autograd.grad(out, leaves, chunks(up, *place)))
+        grads = list(torch.autograd.grad(out, leaves, chunks(up, *place).to(device, dtype)))
+        assert all(g.dtype == dtype for g in (out, *grads))  # case P40
         got = [out.detach(), *grads[:3]]
         expected = [chunks(t, *place) for t in whole[:4]]
         if sinks is not None:
@@ -114,6 +126,7 @@ def parity(sizes: Sizes, cases: Sequence[Case], kernel: str, exchange: str) -> l
                 dist.all_reduce(total, group=mesh.get_group(axis))  # every rank's heads and tokens
             got, expected = [*got, total], [*expected, whole[4]]
         for what, g, w, t in zip(("out", "dq", "dk", "dv", "dsinks"), got, expected, whole, strict=False):
+            g = g.cpu().double()
             error = (g - w).abs().max() / t.abs().max().clamp(min=1.0) if g.numel() else 0.0
             errors.append((index, what, float(error)))
     return errors

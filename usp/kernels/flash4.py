@@ -141,7 +141,8 @@ FLASH4 = Kernel(
     (torch.bfloat16, torch.float16),
     frozenset({PACKED, WINDOW, SOFTCAP}),
     # a size of its own for v: forward only where query heads share kv heads, so it is padded
-    lambda size, v_size: size == v_size and size % 8 == 0 and (size <= 128 or size == 256),
+    # only the sizes that the tests compare on the device: at 80 its gradient of q was seen to be wrong
+    lambda size, v_size: size == v_size and size in (64, 128, 256),
     _forward,
     _backward,
     _available,
