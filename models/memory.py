@@ -64,12 +64,14 @@ def training_memory(
     at: Mapping[str, int] | None = None,
     rest: torch.dtype = torch.float32,
     accumulate: int = 1,
+    clip_copies: bool = True,
     **options: Unpack[Options],
 ) -> Memory:
     """Bytes of the rank at coordinates `at` (else the first) in one step with AdamW and clipping.
 
     `batch` rows of `seq_len` tokens are worked on at once, `accumulate` times; parameters, gradients and
-    moments are of type `rest`; `options` as for the model.
+    moments are of type `rest`; `options` as for the model. `clip_copies`: whether clipping makes gradients
+    anew (`clip_by_global_norm`), or AdamW scales them as it reads them (`clip_scale`).
     """
     where = local(cfg, table, sizes, batch=batch, seq_len=seq_len, at=at)
     dtype = options.get("dtype") or rest
@@ -97,7 +99,7 @@ def training_memory(
         *_loss(base, layer, kept, rooms, tokens),
         *(_layer(base, layer, kept, rooms, rest, i) for i in kept.heaviest()),
         _embedding(base, layer, rooms, rest, tied=cfg.tie_embeddings),
-        Phase("update", {**base, "gradients": 2 * rooms.all * rest.itemsize}),
+        Phase("update", {**base, "gradients": (1 + clip_copies) * rooms.all * rest.itemsize}),
     ]
     return Memory(tuple(phases), kept.host())
 

@@ -13,7 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 KINDS = {
     "all_to_all_single": "all_to_all",
     "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_coalesced": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
     "all_reduce": "all_reduce",
 }
 
@@ -33,7 +35,9 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def sent(name: str, x: Tensor, *args: Any) -> int:
+def sent(name: str, x: Tensor | list[Tensor], *args: Any) -> int:
+    if isinstance(x, list):  # several tensors in one collective
+        return sum(sent(name.removesuffix("_coalesced"), t, *args) for t in x)
     group: Any = _resolve_process_group(args[-1])
     parts, nbytes = group.size(), x.numel() * x.element_size()
     if name == "all_to_all_single":
