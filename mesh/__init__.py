@@ -10,7 +10,7 @@ from usp.mesh.plan import Plan, Step, plan
 from usp.mesh.redistribute import redistribute
 from usp.mesh.shard import shard_map
 from usp.mesh.spec import P, dual, local_shape, local_slices, replicas
-from usp.mesh.tables import TABLES, Table
+from usp.mesh.tables import TABLES, Table, differences
 
 __all__ = [
     "TABLES",
@@ -22,6 +22,7 @@ __all__ = [
     "axis_sizes",
     "build_mesh",
     "coordinates",
+    "differences",
     "dual",
     "exchange",
     "local_shape",

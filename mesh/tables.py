@@ -38,6 +38,20 @@ class Table:
     use: Mapping[str, P]
 
 
+def differences(a: Table, b: Table) -> str:
+    """The rows in which two schemes differ, side by side."""
+    lines = [("", a.name, b.name)]
+    for column in ("tokens", "residual", "attn_x", "q", "kv", "mlp_x"):
+        lines.append((column, str(getattr(a, column)), str(getattr(b, column))))
+    for kind in ("rest", "use"):
+        for leaf in sorted(getattr(a, kind).keys() | getattr(b, kind).keys()):
+            specs = (str(getattr(t, kind).get(leaf)) for t in (a, b))
+            lines.append((f"{kind}[{leaf}]", *specs))
+    lines = lines[:1] + [line for line in lines[1:] if line[1] != line[2]]
+    widths = [max(len(line[i]) for line in lines) for i in range(2)]
+    return "\n".join(f"{row:<{widths[0]}}  {x:<{widths[1]}}  {y}".rstrip() for row, x, y in lines)
+
+
 def weights(matrix: P, vector: P, **leaves: P) -> Mapping[str, P]:
     """Placements of all weight leaves: `matrix` for 2-D, `vector` for 1-D, and exceptions by name."""
     both = dict.fromkeys(MATRICES, matrix) | dict.fromkeys(VECTORS, vector)
