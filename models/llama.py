@@ -20,7 +20,7 @@ from usp.models.config import LlamaConfig
 from usp.models.gather import Options, in_use, layer_bundle
 from usp.models.layout import check_layout
 from usp.models.params import Mesh, Params
-from usp.models.parts import rms_norm
+from usp.models.parts import local_parts
 from usp.models.rope import rope_cos_sin
 
 
@@ -61,10 +61,10 @@ def _hidden(
 
 
 def _normed(
-    x_BSD: Tensor, norm_D: Tensor, shard: Shard, cfg: LlamaConfig, table: Table, mesh: Mesh
+    x_BSD: Tensor, norm_D: Tensor, shard: Shard, cfg: LlamaConfig, table: Table, mesh: Mesh, compiled: bool
 ) -> Tensor:
-    """The final norm: table.residual -> table.tokens."""
-    x_BSD = rms_norm(x_BSD, norm_D, eps=cfg.rms_eps)
+    """The final norm: table.residual -> table.tokens. A scan of one layer, which runs where it compiles."""
+    x_BSD = scan(local_parts(cfg, compiled).norm, x_BSD, (norm_D,))
     shape = (shard.orig[0], shard.seq_len, cfg.hidden_size)
     return redistribute(x_BSD, table.residual, P(*table.tokens.dims, None), mesh, shape=shape)
 
@@ -90,7 +90,7 @@ def hidden(
     (embed_VD,) = in_use(params, ("embed",), cfg, table, mesh, dtype)
     x_BSD = _hidden(params, embed_VD, shard, cfg, table, mesh, options)
     (norm_D,) = in_use(params, ("norm",), cfg, table, mesh, dtype)
-    return _normed(x_BSD, norm_D, shard, cfg, table, mesh)
+    return _normed(x_BSD, norm_D, shard, cfg, table, mesh, options.get("compile", False))
 
 
 def _check(cfg: LlamaConfig, shard: Shard, table: Table, mesh: Mesh, options: Options) -> None:
@@ -112,7 +112,8 @@ def _hidden_and_head(
     x_BSD = _hidden(params, embed_VD, shard, cfg, table, mesh, options)
     names = ("norm",) if params.lm_head is None else ("norm", "lm_head")
     norm_D, *head = in_use(params, names, cfg, table, mesh, dtype)
-    return _normed(x_BSD, norm_D, shard, cfg, table, mesh), head[0] if head else embed_VD
+    x_BSD = _normed(x_BSD, norm_D, shard, cfg, table, mesh, options.get("compile", False))
+    return x_BSD, head[0] if head else embed_VD
 
 
 def logits(

@@ -57,9 +57,8 @@ def main() -> None:
         losses[table.name] = float(total)
     if dist.get_rank() == 0:
         print(differences(TABLES["ulysses"], TP_SP))
-        print(
-            f"loss on {dist.get_world_size()} ranks {losses['tp_sp']:.12f}, on one {losses['replicated']:.12f}"
-        )
+        world, one = losses["tp_sp"], losses["replicated"]
+        print(f"loss on {dist.get_world_size()} ranks {world:.12f}, on one {one:.12f}")
         assert math.isclose(losses["tp_sp"], losses["replicated"], rel_tol=1e-12)
     dist.destroy_process_group()
 
