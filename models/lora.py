@@ -119,7 +119,8 @@ def add_lora(
             spec = spec_of(placed[0].rest, name, leaf, table=placed[0].name)
             rows, columns = local_slices(spec, leaf.shape, placed[1])
             a, b = a[:, columns], b[rows]
-        return value + (lora.scale * (b @ a)).to(value.dtype)
+        added: Tensor = lora.scale * (b @ a)
+        return value + added.to(value.dtype)
 
     return map_params(one, params, abstract(cfg))
 

@@ -72,7 +72,7 @@ class BridgedCausalLM(PreTrainedModel):  # type: ignore[no-untyped-call]
         self.mesh = ONE_RANK if mesh is None else mesh
         self.cfg = LlamaConfig.from_hf_dict(config.to_dict())
         check_layout(self.cfg, mesh=self.mesh, table=self.table)
-        self.generation_config = GenerationConfig()  # trainers write the tokenizer's ids to it
+        self.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]  # trainers write the tokenizer's ids to it
         self.averaged, self.source, self.options = averaged, source, options
         if params is None:
             params = init(self.cfg, seed=0, table=self.table, mesh=self.mesh)

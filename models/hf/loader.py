@@ -51,7 +51,7 @@ def same_on_every_rank(dataset: Any, sampler: Any, args: Any, collate: Any, size
         prefetch_factor=args.dataloader_prefetch_factor,
     )
     seed = args.data_seed if args.data_seed is not None else args.seed
-    return prepare_data_loader(
+    prepared: DataLoader[Any] = prepare_data_loader(
         loader,
         num_processes=1,
         process_index=0,
@@ -60,6 +60,7 @@ def same_on_every_rank(dataset: Any, sampler: Any, args: Any, collate: Any, size
         use_seedable_sampler=True,
         data_seed=seed,
     )
+    return prepared
 
 
 def check_same(inputs: Mapping[str, Any], mesh: MeshLike) -> None:
@@ -70,7 +71,7 @@ def check_same(inputs: Mapping[str, Any], mesh: MeshLike) -> None:
         if isinstance(value, Tensor):
             digest.update(f"{key} {tuple(value.shape)}".encode())
             digest.update(value.cpu().numpy().tobytes())
-    seen = gather_objects(digest.hexdigest(), mesh)  # type: ignore[arg-type]
+    seen = gather_objects(digest.hexdigest(), mesh)
     if len(set(seen)) > 1:
         raise ValueError(
             f"every rank must read the same global batch, got {len(set(seen))} different ones on {len(seen)} "

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from trl import SFTTrainer
+from trl.trainer.sft_trainer import SFTTrainer
 
 from usp.models.hf.trainer import SequenceParallelMixin
 
 
-class SequenceParallelSFTTrainer(SequenceParallelMixin, SFTTrainer):  # type: ignore[misc]
+class SequenceParallelSFTTrainer(SequenceParallelMixin, SFTTrainer):
     """As TRL's, given `sequence_parallel=SequenceParallelConfig(...)` too: data preparation, packing, prompts
     that are no targets and PEFT stay TRL's; loss, batches and evaluation are `SequenceParallelMixin`'s.
 

@@ -71,7 +71,7 @@ class SequenceParallelMixin(Trainer):
         super().__init__(*args, **kwargs)
         world = dist.get_world_size() if dist.is_initialized() else 1
         self.table, self.sizes = sequence_parallel.resolve(world)
-        self.mesh: MeshLike = build_mesh(**self.sizes) if world > 1 else ONE_RANK
+        self.mesh: MeshLike = build_mesh(**self.sizes, device_type=None) if world > 1 else ONE_RANK
         self.kernel = sequence_parallel.kernel
         self.loss_is_scaled_for_ga = True
         self._sp: SequenceParallel | None = None
@@ -109,8 +109,8 @@ class SequenceParallelMixin(Trainer):
     def get_train_dataloader(self) -> Any:
         if self.train_dataset is None:
             raise ValueError("train_dataset=None must be a data set. Pass one.")
-        sampler = self._get_train_sampler(self.train_dataset)
-        return self._loader(self.train_dataset, self._train_batch_size, sampler, "training")
+        data: Any = self.train_dataset
+        return self._loader(data, self._train_batch_size, self._get_train_sampler(data), "training")
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         data: Any = self.eval_dataset if eval_dataset is None else eval_dataset

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -120,8 +121,9 @@ def peft_on_rank(out: Path, dp: int, ring: int, ulysses: int, table: str, kind: 
 
 
 def peft_config() -> Any:
-    from peft import LoraConfig as Peft
+    import peft
 
+    Peft: Any = peft.LoraConfig
     return Peft(
         r=3, lora_alpha=6.0, target_modules=["q_proj", "v_proj", "o_proj", "up_proj"], lora_dropout=0.0
     )
@@ -154,7 +156,7 @@ def lora_on_rank(out: Path, adapters: Path, dp: int, ring: int, ulysses: int, ta
     value, grads = value_and_grad(objective)(tree)
     grads = reduce_grads(grads, lora_specs(tree), mesh)
     total = redistribute(value, P(partial=("dp", "ring", "ulysses")), P(), mesh)
-    held = sum(t.numel() for t in torch.utils._pytree.tree_leaves(adamw_init(tree).exp_avg))
+    held = sum(t.numel() for t in pytree.tree_leaves(adamw_init(tree).exp_avg))
     full = add_lora(params, tree, cfg, LORA, table=scheme, mesh=mesh)
     to_hf(full, cfg, out / f"merged {table}", table=scheme, mesh=mesh)
     if dist.get_rank() == 0:

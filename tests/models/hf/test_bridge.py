@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.models.batches import two_rows
-from tests.models.hf.run_bridge import inputs_of, on_rank, save_on_rank, shifted, step
+from tests.models.hf.run_bridge import inputs_of, on_rank, save_on_rank, shifted, step, whole
 from tests.models.test_parallel import TOLERANCE, reference
 from tests.models.tiny import hf_model, load_hf, save_hf
 from tests.pool import Pool
@@ -144,7 +144,7 @@ def functional_on_rank() -> Any:
     grads = torch.autograd.grad(want, list(params.values()))
     got = [leaves[name].grad for name in params]
     assert all(isinstance(g, DTensor) for g in got)
-    return want.detach(), total.detach(), grads, [g.full_tensor() for g in got]
+    return want.detach(), total.detach(), grads, [whole(g) for g in got]
 
 
 def P_tree(params: dict[str, Any]) -> dict[str, P]:

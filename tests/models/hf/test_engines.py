@@ -139,10 +139,11 @@ def test_functional_adapters(
 
 
 def test_refusals(start: Path, tmp_path: Path) -> None:
-    from peft import LoraConfig as Peft
-    from peft import get_peft_model
+    import peft
 
     from usp.models.hf import BridgedCausalLM
+
+    Peft: Any = peft.LoraConfig
 
     with pytest.raises(ValueError, match="rank=0"):
         LoraConfig(rank=0)
@@ -157,6 +158,6 @@ def test_refusals(start: Path, tmp_path: Path) -> None:
         load_lora(cfg, LoraConfig(rank=4, targets=LORA.targets), tmp_path)
     for more, match in (({"use_dora": True}, "DoRA"), ({"lora_dropout": 0.1}, "lora_dropout")):
         bridge: Any = BridgedCausalLM.from_pretrained(start / "start")
-        wrapped = get_peft_model(bridge, Peft(r=2, target_modules=["q_proj"], **more))
+        wrapped = peft.get_peft_model(bridge, Peft(r=2, target_modules=["q_proj"], **more))
         with pytest.raises(ValueError, match=match):
             wrapped(input_ids=two_rows("packed").tokens)
