@@ -134,9 +134,11 @@ def _mlp(x_BSD: Tensor, w: Block, parts: Parts, tile: int | None, value: bool, w
         else:
             h_BSF = parts.act(_moved(parts.norm(x_BSD, w.norm_mlp), "mlp_x", where), w)
         return _added(x_BSD, h_BSF, w.w_down, w.b_down, names, where, value=value)
+    needed = {"w_gate", "b_gate", "w_up", "b_up", "w_down"} | ({"norm_mlp", "b_down"} if local else set())
+    weights = w._replace(**dict.fromkeys(set(Block._fields) - needed))
+    if local:  # norm and sum in the tile too: nothing but x and the result is ever whole
+        return tiled(parts.add_mlp, x_BSD, weights, tile=tile, value=value)
     h_BSD = _moved(parts.norm(x_BSD, w.norm_mlp), "mlp_x", where)
-    unused = dict.fromkeys(set(Block._fields) - {"w_gate", "b_gate", "w_up", "b_up", "w_down"})
-    weights = w._replace(**unused)
     y_BSD = tiled(parts.mlp, h_BSD, weights, tile=tile, value=value)
     spec = linear_out(linear_out(table.mlp_x, table.use["w_gate"]), table.use["w_down"])
     y_BSD = redistribute(y_BSD, spec, table.residual, where["mesh"], shape=where["shape"])
