@@ -7,11 +7,12 @@ update. Each is a list of what lives then, in bytes; the allocator's own loss is
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from inspect import signature
 from typing import NamedTuple, Unpack
 
 import torch
 
-from usp.loss import MAX_TILE_ELEMENTS
+from usp.loss import MAX_TILE_ELEMENTS, linear_cross_entropy
 from usp.mesh import Table
 from usp.models.config import LlamaConfig
 from usp.models.gather import Options
@@ -21,7 +22,7 @@ from usp.models.params import Block, Leaf, abstract
 from usp.models.routes import Room, room
 from usp.models.segments import Segment, segments
 
-LOSS_TILE = 4096  # tokens, the default of usp.linear_cross_entropy
+LOSS_TILE: int = signature(linear_cross_entropy).parameters["tile"].default  # tokens
 
 
 class Phase(NamedTuple):
