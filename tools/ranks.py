@@ -1,6 +1,7 @@
 """The processes of one run: start them, and let an error on any of them be said once and end all of them."""
 
 import os
+import signal
 import sys
 import time
 import traceback
@@ -18,6 +19,8 @@ from usp.mesh.agree import agree, gather_objects
 from usp.tools.watch import Watch
 
 T = TypeVar("T")
+JOIN = 600  # seconds within which all ranks must have started
+MAX_NAMED = 8  # ranks in one message
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,7 @@ class Ranks:
         """
         if self.watch is None:
             raise error
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher sends it when another rank has ended
         what = f"{self.watch.what}: {type(error).__name__}: {_first_line(error)}"
         if not _lost_contact(error):
             self.watch.tell(what)
@@ -98,14 +102,15 @@ class Ranks:
             _say(f"error on rank {self.rank}: {what}")
         else:
             time.sleep(0.2 * min(self.rank, 5))
-            told, silent = self.watch.others()
-            gone = [f"rank {rank} ended: {text}" for rank, text in told.items()]
-            gone += [f"rank {rank} is not heard from any more" for rank in silent if rank not in told]
-            if self.rank == min(set(range(self.world)) - set(silent) - set(told), default=self.rank):
-                _say(
-                    f"error on rank {self.rank}: {self.watch.what}: lost contact: "
-                    f"{'; '.join(gone) or 'no rank is known to have ended'} ({_first_line(error)})"
-                )
+            told, silent, busy = self.watch.others()
+            news = [f"rank {rank} ended: {text}" for rank, text in told.items()]
+            news += [f"rank {rank} is not heard from any more" for rank in silent]
+            if not news:  # all live: whoever is stuck says so itself when its own limit comes
+                news = [f"rank {rank} still runs, at {text}" for rank, text in list(busy.items())[:MAX_NAMED]]
+            if self.rank == min([self.rank, *busy]):
+                at = f"error on rank {self.rank}: {self.watch.what}: lost contact after "
+                at += f"{time.monotonic() - self.watch.began:.0f} s: "
+                _say(f"{at}{'; '.join(news) or 'the launcher has ended'} ({_first_line(error)})")
         os._exit(1)
 
 
@@ -138,8 +143,8 @@ def _without_exit(fn: Callable[[], T]) -> T:
 def start(timeout: float = 600.0) -> Ranks:
     """Join the processes torchrun started, with NCCL for GPUs and gloo for the host; alone, do nothing.
 
-    `timeout`: seconds that a collective may take, and half of those that limited work may. Ends all
-    processes when there are more of them than GPUs.
+    `timeout`: seconds that a collective may take; limited work may take twice as many. Ends all processes
+    when there are more of them than GPUs.
     """
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     gpu, local = torch.cuda.is_available(), int(os.environ.get("LOCAL_RANK", "0"))
@@ -148,21 +153,15 @@ def start(timeout: float = 600.0) -> Ranks:
         torch.cuda.set_device(device)
     watch = None
     if world > 1:
+        store = _meet(rank, world)
         limit = timedelta(seconds=timeout)
-        try:
-            store: Any
-            store, rank, world = next(iter(rendezvous("env://", rank, world, timeout=limit)))
-            store.set_timeout(limit)
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if gpu else "gloo",
-                store=PrefixStore("group", store),
-                rank=rank,
-                world_size=world,
-                timeout=limit,
-            )
-        except (dist.DistError, RuntimeError) as e:
-            _say(f"error on rank {rank}: not all of the {world} ranks came within {timeout:g} s: {e}")
-            os._exit(1)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if gpu else "gloo",
+            store=PrefixStore("group", store),
+            rank=rank,
+            world_size=world,
+            timeout=limit,
+        )
         watch = Watch(PrefixStore("watch", store.clone()), rank, world, limit=2 * timeout)
     ranks = Ranks(rank=rank, world=world, device=device, watch=watch)
     try:
@@ -170,6 +169,24 @@ def start(timeout: float = 600.0) -> Ranks:
     except SystemExit:
         ranks.leave(1)
     return ranks
+
+
+def _meet(rank: int, world: int) -> Any:
+    """The store that all ranks share, once all have come to it; ends this process if some do not."""
+    limit, here = timedelta(seconds=JOIN), "here/{}".format
+    store: Any = None
+    try:
+        store, _, _ = next(iter(rendezvous("env://", rank, world, timeout=limit)))
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = PrefixStore(f"attempt/{attempt}", store)  # the launcher's outlives a restart
+        store.set(here(rank), "")
+        store.wait([here(other) for other in range(world)], limit)
+    except RuntimeError as e:
+        late = [] if store is None else [other for other in range(world) if not store.check([here(other)])]
+        who = f"ranks {late[:MAX_NAMED]} have" if late else "the others have"
+        _say(f"error on rank {rank}: {who} not come within {JOIN} s ({_first_line(e)})")
+        os._exit(1)
+    return store
 
 
 def has_device(device: torch.device) -> None:

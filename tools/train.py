@@ -29,10 +29,11 @@ from usp.tools.stop import EXIT_CODE, Stop
 STATE = "state"
 
 
-def train(cfg: Train, ranks: Ranks, stop: Stop) -> int:
+def train(cfg: Train, ranks: Ranks) -> int:
     """Train, write metrics and plot, and export the result to OUT/hf. Returns the exit code."""
     facts.same_everywhere(ranks, facts.options(cfg))
     ranks.checked(partial(check_config, cfg, ranks.world))
+    torch.manual_seed(cfg.seed)  # nothing draws from it today; what will is then the same in every run
     ranks.doing("reading the data")
     setup = ranks.checked(partial(prepare, cfg, ranks))
     found = ranks.checked(partial(facts.content, cfg, setup.data))
@@ -53,7 +54,8 @@ def train(cfg: Train, ranks: Ranks, stop: Stop) -> int:
     if ranks.world > 1:  # of its own: a save goes on beside the collectives of the steps
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=cfg.timeout))
     saver = Saver(cfg.out / STATE, mesh=mesh, keep=cfg.keep, over=group)
-    state = run_steps(cfg, setup, state, mesh, ranks, saver, stop)
+    with Stop() as stop:
+        state = run_steps(cfg, setup, state, mesh, ranks, saver, stop)
     if state.step < cfg.steps:
         if ranks.first:
             print(f"ended by SIGTERM after step {state.step}; --resume goes on from there", flush=True)
@@ -106,16 +108,15 @@ def main(args: Sequence[str] | None = None, *, prog: str = "python -m usp.tools.
             raise refused or SystemExit(1)
         return cfg
 
-    with Stop() as stop:
-        ranks = start(cfg.timeout) if cfg is not None and cfg.timeout >= 1 else start()
-        code = 0
-        try:
-            code = train(ranks.checked(options), ranks, stop)
-        except SystemExit as e:
-            code = e.code if isinstance(e.code, int) else 0
-        except BaseException as e:
-            ranks.broken(e)
-        ranks.leave(code)
+    ranks = start(cfg.timeout) if cfg is not None and cfg.timeout >= 1 else start()
+    code = 0
+    try:
+        code = train(ranks.checked(options), ranks)
+    except SystemExit as e:
+        code = e.code if isinstance(e.code, int) else 0
+    except BaseException as e:
+        ranks.broken(e)
+    ranks.leave(code)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ class Watch:
     def __init__(self, store: Store, rank: int, world: int, *, limit: float) -> None:
         self.rank, self.world, self.limit = rank, world, limit
         self.what = "the start"
+        self.began = time.monotonic()
         self._until: float | None = None
         self._store = store
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -26,7 +27,7 @@ class Watch:
 
     def doing(self, what: str, *, limited: bool = False) -> None:
         """Begin something; limited work that is not followed by the next in time ends this process."""
-        self.what = what
+        self.what, self.began = what, time.monotonic()
         self._until = time.monotonic() + self.limit if limited else None
         if limited:
             faulthandler.dump_traceback_later(self.limit + SPARE, exit=True)
@@ -38,8 +39,8 @@ class Watch:
         with suppress(RuntimeError):  # whoever keeps the words may have ended too
             self._store.set(f"told/{self.rank}", text)
 
-    def others(self) -> tuple[dict[int, str], list[int]]:
-        """What ranks that ended have said, and the ranks that gave no sign of life just now."""
+    def others(self) -> tuple[dict[int, str], list[int], dict[int, str]]:
+        """What ranks that ended have said; the ranks that gave no sign of life just now; what the rest do."""
         try:
             before = self._beats()
             time.sleep(2.5 * BEAT)
@@ -50,20 +51,22 @@ class Watch:
                 if self._store.check([f"told/{rank}"])
             }
         except RuntimeError:
-            return {}, []
-        silent = [rank for rank in range(self.world) if rank != self.rank and before[rank] == after[rank]]
-        return told, silent
+            return {}, [], {}
+        ranks = [rank for rank in range(self.world) if rank != self.rank and rank not in told]
+        silent = [rank for rank in ranks if before[rank] == after[rank]]
+        busy = {rank: after[rank].partition(" ")[2] for rank in ranks if rank not in silent}
+        return told, silent, busy
 
-    def _beats(self) -> list[bytes]:
+    def _beats(self) -> list[str]:
         names = [f"beat/{rank}" for rank in range(self.world)]
-        return [self._store.get(name) if self._store.check([name]) else b"" for name in names]
+        return [self._store.get(name).decode() if self._store.check([name]) else "" for name in names]
 
     def _run(self) -> None:
         count = 0
         while True:
             count += 1
             with suppress(RuntimeError):  # the store's host has ended: the collectives will say so
-                self._store.set(f"beat/{self.rank}", str(count))
+                self._store.set(f"beat/{self.rank}", f"{count} {self.what}")
             if self._until is not None and time.monotonic() > self._until:
                 what = f"{self.what} must take at most {self.limit:g} s (twice --timeout)"
                 self.tell(what)

@@ -88,12 +88,15 @@ def environment() -> dict[str, str]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """run(*words, ranks=1, timeout=...): `python -m words` or, with ranks > 1, `torchrun -m words`."""
+    """run(*words, ranks=1): `python -m words` or, with ranks > 1, `torchrun -m words`."""
 
-    def go(*words: str, ranks: int = 1, logs: Path | None = None) -> subprocess.CompletedProcess[str]:
+    def go(
+        *words: str, ranks: int = 1, logs: Path | None = None, restarts: int = 0
+    ) -> subprocess.CompletedProcess[str]:
         command = [sys.executable]
         if ranks > 1:
             command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+            command += ["--max-restarts", str(restarts)]
             command += ["--log-dir", str(logs), "--redirects", "3"] if logs else []
         command += ["-m", *words]
         return subprocess.run(

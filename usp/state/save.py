@@ -151,7 +151,8 @@ class Saver:
             os.rename(target, aside)
         os.rename(scratch, target)
         sync(self.root)
-        shutil.rmtree(aside, ignore_errors=True)
+        for left in self.root.glob(".step-*"):  # of a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
         for step in steps_in(self.root)[self._keep :]:
             old = folder_of(self.root, step)
             (old / MARKER).unlink(missing_ok=True)  # first, so that half a folder is never taken for a whole
