@@ -47,6 +47,7 @@ RUNS = {
         ("gemma3_text", 1, 2, 2, "usp", "packed", False),
         ("gpt_oss", 1, 2, 2, "usp", "packed", True),
         ("gpt_oss", 2, 2, 1, "ring", "whole rows", False),
+        ("llama", 1, 2, 2, "ulysses", "packed", False),  # ring only repeats: its copies must not count twice
     ],
 }
 
