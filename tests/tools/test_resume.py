@@ -122,10 +122,10 @@ def test_every_position_in_the_data() -> None:
     want = list(islice(data.batches(3), 25))  # 10 rows an epoch: 25 steps are seven and a half
     for start in range(25):
         got = next(data.batches(3, start=start))
-        assert torch.equal(got.tokens, want[start].tokens), start
-        assert got.valid is not None
-        assert want[start].valid is not None
-        assert torch.equal(got.valid, want[start].valid), start
+        for one, other in ((got.tokens, want[start].tokens), (got.valid, want[start].valid)):
+            assert one is not None
+            assert other is not None
+            assert torch.equal(one, other), start
 
 
 def test_lines_of_metrics_are_not_doubled(
