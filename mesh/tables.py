@@ -45,8 +45,8 @@ def differences(a: Table, b: Table) -> str:
         lines.append((column, str(getattr(a, column)), str(getattr(b, column))))
     for kind in ("rest", "use"):
         for leaf in sorted(getattr(a, kind).keys() | getattr(b, kind).keys()):
-            specs = (str(getattr(t, kind).get(leaf)) for t in (a, b))
-            lines.append((f"{kind}[{leaf}]", *specs))
+            mine, other = (str(getattr(t, kind).get(leaf)) for t in (a, b))
+            lines.append((f"{kind}[{leaf}]", mine, other))
     lines = lines[:1] + [line for line in lines[1:] if line[1] != line[2]]
     widths = [max(len(line[i]) for line in lines) for i in range(2)]
     return "\n".join(f"{row:<{widths[0]}}  {x:<{widths[1]}}  {y}".rstrip() for row, x, y in lines)

@@ -39,8 +39,8 @@ class Train:
     """Ranks that cut one sequence and pass keys and values around."""
     dp: int = 1
     """Ranks, or groups of ranks, that work on different rows."""
-    table: str = "ulysses"
-    """Placement table by name."""
+    table: str = "usp"
+    """Placement table by name: usp, ulysses, ring, odysseus, replicated."""
 
     lr: float = 2e-5
     """Learning rate after the warm-up; constant from then on."""
@@ -54,15 +54,22 @@ class Train:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Computation and exported weights; weights and optimizer state stay float32 while training.
     auto: bfloat16 on a GPU, float32 on a CPU."""
-    remat: Literal["none", "full", "attention"] = "full"
-    """full: keep only each layer's input and compute the layer again for its gradient. attention: keep the
-    attention output too, and do not compute that again."""
+    remat: Literal["auto", "none", "full", "attention"] = "auto"
+    """What the backward computes again. auto: on a GPU the fastest that fits, together with group, offload,
+    mlp_tile and head_chunks; on a CPU full. none: nothing. full: keep only each layer's input and compute the
+    layer again. attention: keep the attention output too, and do not compute that again."""
     group: int = 1
     """Keep only the input of every group-th layer; the others are found by running the group once more."""
     offload: Literal["none", "host"] = "none"
     """host: what is kept for the backward waits in the host's memory."""
     mlp_tile: int | None = None
     """Tokens that the MLP sees at a time. Default: all of them."""
+    head_chunks: int = 1
+    """Parts in which a rank's heads go through attention."""
+    kernel: str = "auto"
+    """Attention kernel: flash4, cudnn, flash, cpu, tiled, reference. auto: the first that takes the input."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Fuse the local parts of a layer; the first step then takes some seconds longer. auto: on a GPU."""
 
     seed: int = 0
     """Decides the order of the documents."""

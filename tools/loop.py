@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,12 +23,12 @@ from usp import (
     value_and_grad,
 )
 from usp.accumulate import accumulate, split_batch
-from usp.arena import Arena
 from usp.models.params import named_leaves
 from usp.state import Saver
 from usp.tools import text
 from usp.tools.config import Train
 from usp.tools.metrics import Metrics, peak_memory_gb
+from usp.tools.options import step_options
 from usp.tools.ranks import Ranks
 from usp.tools.resume import State, save
 from usp.tools.setup import Mesh, Setup
@@ -45,17 +45,14 @@ class StepResult(NamedTuple):
     updated: bool = True
 
 
-def make_step(cfg: Train, setup: Setup, mesh: Mesh, device: torch.device) -> Callable[..., StepResult]:
+def make_step(
+    cfg: Train, setup: Setup, mesh: Mesh, device: torch.device, options: Mapping[str, Any]
+) -> Callable[..., StepResult]:
     """One training step: `step(params, state, batch, lr)` updates parameters and optimizer state in place."""
     specs = models.param_specs(setup.model, setup.table)
 
-    arena = Arena() if cfg.offload == "host" else None
-
     def loss_fn(params: models.Params, shard: Shard) -> Tensor:
-        return models.loss(
-            params, shard, setup.model, table=setup.table, mesh=mesh, dtype=setup.dtype, remat=cfg.remat,
-            group=cfg.group, offload=cfg.offload, arena=arena, mlp_tile=cfg.mlp_tile,
-        )  # fmt: skip
+        return models.loss(params, shard, setup.model, table=setup.table, mesh=mesh, **options)
 
     loss_and_grads = value_and_grad(loss_fn)
 
@@ -97,7 +94,8 @@ def run_steps(
 
     Rank 0 shows a bar and writes metrics; the host waits for a GPU only where it logs or saves.
     """
-    step_fn = make_step(cfg, setup, mesh, ranks.device)
+    options = step_options(cfg, setup, ranks)
+    step_fn = make_step(cfg, setup, mesh, ranks.device, options)
     batches = setup.data.batches(setup.num_rows, start=state.step)
     metrics = ranks.checked(lambda: Metrics(cfg.out, after=state.step) if ranks.first else None)
     bar = tqdm(total=cfg.steps, initial=state.step, unit="step", disable=not ranks.first)

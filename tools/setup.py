@@ -58,13 +58,6 @@ def check_config(cfg: Train, world: int) -> None:
             f"batch_size={cfg.batch_size} must be a multiple of dp * accumulate, got dp={cfg.dp} "
             f"accumulate={cfg.accumulate}. Change --batch-size, --dp or --accumulate."
         )
-    if cfg.mlp_tile is not None and cfg.mlp_tile < 1:
-        raise ValueError(f"mlp_tile={cfg.mlp_tile} must be at least 1. Change --mlp-tile.")
-    if cfg.remat == "none" and (cfg.group != 1 or cfg.offload != "none"):
-        raise ValueError(
-            f"remat=none must come without groups and offload, got group={cfg.group} offload={cfg.offload}. "
-            "Change --remat."
-        )
     if cfg.save_every is not None and cfg.save_every < 1:
         raise ValueError(f"save_every={cfg.save_every} must be at least 1. Change --save-every.")
     if not cfg.timeout >= 1:

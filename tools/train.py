@@ -21,6 +21,7 @@ from usp.tools import facts
 from usp.tools.cli import parse
 from usp.tools.config import Train
 from usp.tools.loop import run_steps
+from usp.tools.options import check_options
 from usp.tools.ranks import Ranks, start
 from usp.tools.resume import State, restore
 from usp.tools.setup import Mesh, Setup, check_config, prepare
@@ -33,6 +34,7 @@ def train(cfg: Train, ranks: Ranks) -> int:
     """Train, write metrics and plot, and export the result to OUT/hf. Returns the exit code."""
     facts.same_everywhere(ranks, facts.options(cfg))
     ranks.checked(partial(check_config, cfg, ranks.world))
+    ranks.checked(partial(check_options, cfg))
     torch.manual_seed(cfg.seed)  # nothing draws from it today; what will is then the same in every run
     ranks.doing("reading the data")
     setup = ranks.checked(partial(prepare, cfg, ranks))

@@ -12,6 +12,7 @@ import pytest
 
 from usp.tools.cli import main as usp
 from usp.tools.config import Train
+from usp.tools.options import check_options
 from usp.tools.setup import check_config
 
 Run = Callable[..., CompletedProcess[str]]
@@ -140,6 +141,8 @@ def test_rules_between_options() -> None:
         ({"accumulate": 2, "batch_size": 3}, 1, "got dp=1 accumulate=2"),
         ({"remat": "none", "group": 2}, 1, "remat=none must come without groups"),
         ({"mlp_tile": 0}, 1, "mlp_tile=0 must be at least 1"),
+        ({"head_chunks": 0}, 1, "head_chunks=0 must be at least 1"),
+        ({"offload": "host", "mlp_tile": 9}, 1, "remat=auto must come without offload, mlp_tile"),
         ({"steps": 0}, 1, "steps=0 must be at least 1"),
         ({"lr": -1.0}, 1, r"lr=-1.0 must be a number of 0 or more"),
         ({"lr": float("nan")}, 1, r"lr=nan must be a number of 0 or more"),
@@ -152,8 +155,10 @@ def test_rules_between_options() -> None:
         ({"seq_len": 3, "ulysses": 4}, 4, "seq_len=3 must be at least 4, got ring=1 ulysses=4"),
     ]
     for changed, world, message in cases:
+        cfg = dataclasses.replace(base, **changed)
         with pytest.raises(ValueError, match=message):
-            check_config(dataclasses.replace(base, **changed), world)
+            check_config(cfg, world)
+            check_options(cfg)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def milliseconds(fn: Callable[[], Any], repeats: int = 20) -> float:
     for _ in range(repeats):
         torch.cuda.synchronize()
         dist.barrier()
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         fn()
         stop.record()
@@ -59,7 +59,7 @@ def main() -> None:
         wired = wire([q, k, v], world).requires_grad_()
         o = randn(args.batch, seq_len, HEADS[0] // world, SIZE).requires_grad_()
         flat, flat_o = torch.empty_like(wired).view(-1), torch.empty_like(o).view(-1)
-        there = wired_to_heads(wired, own, **where)  # type: ignore[arg-type]
+        there = wired_to_heads(wired, own, **where)
         back = heads_to_seq(o, num_heads=HEADS[0], **where)
         ups, up = [torch.randn_like(t).contiguous() for t in there], torch.randn_like(back)
 
