@@ -154,11 +154,14 @@ def test_rules_between_options() -> None:
         ({"table": "replicated", "ulysses": 2}, 2, "ulysses=2 must be 1 where it cuts nothing"),
         ({"seq_len": 3, "ulysses": 4}, 4, "seq_len=3 must be at least 4, got ring=1 ulysses=4"),
     ]
+
+    def check(cfg: Train, world: int) -> None:
+        check_config(cfg, world)
+        check_options(cfg)
+
     for changed, world, message in cases:
-        cfg = dataclasses.replace(base, **changed)
         with pytest.raises(ValueError, match=message):
-            check_config(cfg, world)
-            check_options(cfg)
+            check(dataclasses.replace(base, **changed), world)
 
 
 @pytest.mark.parametrize(
