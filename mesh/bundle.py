@@ -177,6 +177,8 @@ class Bundle:
             for slots, dtype in alike(present, [_sum_dtype(grads[s.index]) for s in present]):
                 whole = [cast(Tensor, grads[s.index]) for s in slots]
                 running.append(_start_scatter(route.stages, slots, whole, dtype))
+                for slot in slots:
+                    out[slot.index] = None  # what travels is a copy
         for i, move in self._moves.items():
             g = out[i]
             out[i] = None if g is None else move.transposed().run(g.to(_sum_dtype(g)))

@@ -58,4 +58,4 @@ def accumulate(
 
 
 def _wide(t: Tensor) -> Tensor:
-    return t.to(torch.promote_types(t.dtype, torch.float32))
+    return t.to(torch.promote_types(t.dtype, torch.float32), copy=True)

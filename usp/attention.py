@@ -57,7 +57,8 @@ def attention(
     too) or "auto", the first that takes the input. Kernels but the reference give first derivatives in
     reverse mode only. `exchange`: how a ring over one axis gets at the keys: "p2p" sends them around it,
     behind the computation, "gather" fetches all at once; "auto" gathers where that needs no more room than q
-    and o (degree * K <= N). `kept`: see `usp.scan`.
+    and o (degree * K <= N). `kept`: see `usp.scan`; the
+    reference keeps nothing.
 
     Communicates nothing without a ring; with "p2p" k and v degree - 1 times each way and their gradients
     degree times in float32; with "gather" 1 all-gather each way and 1 reduce-scatter. Raises ValueError for
@@ -75,6 +76,11 @@ def attention(
             f"Pass [N], cut as the heads are."
         )
     if kernel == "reference":
+        if exchange != "auto":
+            raise ValueError(
+                f"exchange={exchange!r} must be auto with kernel='reference', which always gathers. "
+                f"Leave one out."
+            )
         return reference(q, k, v, sinks, mask, table=table, mesh=mesh)
     chosen = kernels.choose(
         kernel, device=q.device, dtype=q.dtype, size=q.shape[3], v_size=v.shape[3], features=features(mask)
@@ -207,6 +213,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        if grads[0] is None:
+            return (None,) * 8
         q, k, v, sinks, o, lse = ctx.saved_tensors
         args = (grads[0], q, k, v, sinks, o, lse, ctx.mask, ctx.place, ctx.kernel)
         dq, dk, dv, *d_sinks = _AttentionBackward.apply(*args)  # type: ignore[no-untyped-call]

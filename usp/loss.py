@@ -153,6 +153,8 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        if grads[0] is None:
+            return None, None, None, None, None
         x_TD, weight_VD, labels_T, grad_x, grad_weight = ctx.saved_tensors
         if torch.is_grad_enabled() or levels():  # to be differentiated again
             return *_backward(x_TD, weight_VD, labels_T, grads[0], ctx.tile), None, None, None
@@ -178,4 +180,4 @@ def _look(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=1)
 def _compiled_look() -> Any:
-    return torch.compile(_look, fullgraph=True, dynamic=False)
+    return torch.compile(_look, fullgraph=True)

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
+@lru_cache(maxsize=16)
+def _stream(device: torch.device) -> Any:
+    """One for each device: the allocator keeps memory apart for every stream it sees."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
 class Side:
     """One stream beside the current one."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._stream: Any = _stream(device) if device.type == "cuda" else None
 
     @contextmanager
     def run(self, *reads: Tensor) -> Iterator[None]:

@@ -22,9 +22,9 @@ def tiled(
     fn sees at most `tile` tokens at a time, [tile, D], of all leading dimensions laid end to end; the number
     of tiles depends on shapes alone, so ranks cannot disagree. Nothing but x and `weights`, a pytree of
     tensors in use, is kept: the backward runs fn again, tile by tile, and sums the gradients of weights in
-    float32 or wider. value=False leaves the result zero, for a re-run that needs the gradient alone. First
-    derivatives in reverse mode only. Communicates what fn does, once more in the backward. The idea: ALST's
-    tiled MLP (arXiv 2506.13996). Raises ValueError when fn holds a tensor that needs a gradient.
+    float32 or wider. value=False, for E = D, leaves the result zero: for a re-run of which only the gradient
+    counts. First derivatives in reverse mode only. Communicates what fn does, once more in the backward. The
+    idea: ALST's tiled MLP (arXiv 2506.13996). Raises ValueError when fn holds a tensor that needs a gradient.
     """
     if tile < 1:
         raise ValueError(f"tile={tile} must be at least 1. Give the number of tokens per tile.")
@@ -64,8 +64,7 @@ class _Tiled(torch.autograd.Function):
         out: Tensor | None = None
         with torch.no_grad():
             if not job.value:
-                one = job.run(x_TD[:1], list(leaves))
-                return one.new_zeros(num_tokens, *one.shape[1:])
+                return x_TD.new_zeros(()).expand(num_tokens, x_TD.shape[1])  # takes no memory
             for part in job.tiles(num_tokens):
                 y = job.run(x_TD[part], list(leaves))
                 if out is None:
@@ -116,7 +115,7 @@ class _TiledBackward(torch.autograd.Function):
                 if grad_x is not None:
                     grad_x[part] = found.pop(0)
                 if not sums:
-                    sums = [g.to(torch.promote_types(g.dtype, torch.float32)) for g in found]
+                    sums = [g.to(torch.promote_types(g.dtype, torch.float32), copy=True) for g in found]
                 else:
                     for total, g in zip(sums, found, strict=True):
                         total.add_(g)

@@ -79,7 +79,7 @@ def main() -> None:
             "o": milliseconds(lambda: heads_to_seq(o.detach(), num_heads=HEADS[0], **where)),  # noqa: B023
             "o_backward": milliseconds(lambda: torch.autograd.grad(back, o, up, retain_graph=True)),  # noqa: B023
         }
-        if local == 0:
+        if dist.get_rank() == 0:
             print(" ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()))
             if args.out:
                 with args.out.open("a") as f:

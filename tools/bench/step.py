@@ -95,7 +95,9 @@ class Bench:
 
         def make(_: str, leaf: Any, spec: Any) -> torch.Tensor:
             shape = local_shape(spec, leaf.shape, mesh)
-            return (torch.randn if leaf.init == "normal" else torch.ones)(shape, device=device) * 0.02
+            if leaf.init == "normal":
+                return torch.randn(shape, device=device) * 0.02
+            return torch.ones(shape, device=device)
 
         self.params = models.map_params(make, models.abstract(self.cfg), self.specs)
         self.state = adamw_init(self.params)
@@ -186,7 +188,7 @@ def main() -> None:
             }
         except torch.cuda.OutOfMemoryError as e:
             row["error"] = str(e)[:120]
-        if local == 0:
+        if dist.get_rank() == 0:
             print(f"{seq_len} {args.table} ring {args.ring} [{text}]", report(row), flush=True)
             if args.out:
                 with args.out.open("a") as f:

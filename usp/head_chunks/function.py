@@ -103,6 +103,8 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        if grads[0] is None:
+            return (None,) * (5 + len(ctx.present))
         tensors = ctx.saved_tensors
         saved, x, rest = tensors[: ctx.num_saved], tensors[ctx.num_saved], iter(tensors[ctx.num_saved + 1 :])
         leaves = [next(rest) if there else None for there in ctx.present]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
@@ -162,6 +163,8 @@ class HostMemory:
         if x is not None:
             need += x.nbytes * -(-layers // self._group)
         have = available_bytes()
+        if have is not None:
+            have //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # shared with the other ranks of this host
         if have is not None and need > have + self._arena.free_bytes:
             raise ValueError(
                 f"host memory={have} bytes available must hold what offload='host' keeps, got {need} bytes "

@@ -126,6 +126,7 @@ class Run:
                 grads[coming[0]] = coming[1].wait()
             dtypes = [t.dtype if want else None for t, want in zip(layers[i], wanted.leaves[i], strict=True)]
             coming = i, self.gather.start_transpose(own, dtypes)
+            del own  # not held while the next layer is gone through
         if coming is not None:
             grads[coming[0]] = coming[1].wait()
         return grad_x, grads

@@ -15,12 +15,14 @@ Graph = tuple[Tensor, list[Any], Tensor]  # a block's input, its leaves in use, 
 
 
 def apply_stored(run: Run, x: Tensor, leaves: Sequence[Any], consts: Sequence[Any]) -> Tensor:
-    return cast(Tensor, _Stored.apply(_Job(run), len(leaves), x, *leaves, *consts))  # type: ignore[no-untyped-call]
+    needed = [isinstance(t, Tensor) and t.requires_grad for t in leaves]
+    return cast(Tensor, _Stored.apply(_Job(run, needed), len(leaves), x, *leaves, *consts))  # type: ignore[no-untyped-call]
 
 
 @dataclass
 class _Job:
     run: Run
+    needed: list[bool]  # leaves that a gradient may be asked for
     graphs: list[Graph] = field(default_factory=list)
 
 
@@ -31,10 +33,11 @@ class _Stored(torch.autograd.Function):
     def forward(job: _Job, num_leaves: int, x: Tensor, *rest: Any) -> Tensor:
         run = job.run
         layers, consts = run.split(rest[:num_leaves]), rest[num_leaves:]
-        weights = run.ahead(layers, range(len(layers)))
+        weights, needed = run.ahead(layers, range(len(layers))), run.split(job.needed)
         for i in range(len(layers)):
             with torch.enable_grad():
-                own = [_leaf(t) for t in next(weights)]
+                used = zip(next(weights), needed[i], strict=True)
+                own = [t.detach().requires_grad_() if need else t for t, need in used]
                 x_in = x.detach().requires_grad_()
                 y = run.call(i, x_in, own, consts)
             job.graphs.append((x_in, own, y))
@@ -95,6 +98,7 @@ class _StoredBackward(torch.autograd.Function):
                 found[coming[0]] = coming[1].wait()
             rest = [d if w else None for d, w in zip(at_rest[i], want, strict=True)]
             coming = i, run.gather.start_transpose(mine, rest)
+            del mine  # not held while the next layer is gone through
         if coming is not None:
             found[coming[0]] = coming[1].wait()
         leaves = [g for layer in found for g in layer if g is not None]
@@ -109,7 +113,3 @@ class _StoredBackward(torch.autograd.Function):
         raise RuntimeError(
             "value_and_grad gives first derivatives only. Nest torch.func transforms for higher ones."
         )
-
-
-def _leaf(t: Any) -> Any:
-    return t.detach().requires_grad_() if isinstance(t, Tensor) and t.is_floating_point() else t
