@@ -133,3 +133,27 @@ def test_compiled_parts() -> None:
         counted.append(torch._dynamo.utils.counters["stats"]["unique_graphs"] - before)
     assert counted[0] > 0
     assert counted[1:] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"head_chunks": 0}, "head_chunks=0 must be from 1 to the 6 query heads"),
+        ({"head_chunks": 7}, "head_chunks=7 must be from 1 to the 6 query heads"),
+        ({"kernel": "reference", "remat": "attention"}, "kernel='reference' must come without head_chunks"),
+        ({"kernel": "reference", "head_chunks": 2}, "kernel='reference' must come without head_chunks"),
+        ({"remat": ["full"]}, "remat=1 names must go with layers=3"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(options: dict[str, Any], message: str) -> None:
+    # case H44
+    params, shard = init(CFG, seed=1), shard_batch(two_rows("packed"), table=TABLE, mesh=ONE)
+    with CommDebugMode() as comm, pytest.raises(ValueError, match=message):
+        loss(params, shard, CFG, table=TABLE, mesh=ONE, **options)
+    assert comm.get_total_counts() == 0
+
+
+def test_autocast_is_refused() -> None:
+    params, shard = init(CFG, seed=1), shard_batch(two_rows("packed"), table=TABLE, mesh=ONE)
+    with torch.autocast("cpu"), pytest.raises(ValueError, match="autocast must be off"):
+        loss(params, shard, CFG, table=TABLE, mesh=ONE)
