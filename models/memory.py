@@ -15,9 +15,9 @@ import torch
 from usp.loss import MAX_TILE_ELEMENTS, linear_cross_entropy
 from usp.mesh import Table
 from usp.models.config import LlamaConfig
-from usp.models.gather import Options
 from usp.models.local import Local, local
 from usp.models.memory_layer import MLP_LEAVES, LayerBytes
+from usp.models.options import Options
 from usp.models.params import Block, Leaf, abstract
 from usp.models.routes import Room, room
 from usp.models.segments import Segment, segments
@@ -163,8 +163,9 @@ class _Kept(NamedTuple):
         return total
 
     def heaviest(self) -> list[int]:
-        """Layers whose gradient may be the peak: the first two of every segment."""
-        return sorted({i for part in self.parts for i in (part.start, part.start + 1) if i < part.stop})
+        """Layers whose gradient may be the peak: the first two and the last of every segment."""
+        ends = [(part.start, min(part.start + 1, part.stop - 1), part.stop - 1) for part in self.parts]
+        return sorted({i for three in ends for i in three})
 
 
 def _loss(
@@ -180,7 +181,7 @@ def _loss(
         **base,
         "kept for the backward": kept.whole(),
         "weights in use": head * item,
-        "x and its gradients": (wide + 2 if wide > 1 else 2) * x + x,
+        "x and its gradients": x + (1 if layer.compiled or wide == 1 else wide + 1) * x + 2 * x,
     }
     # a tile's logits and their gradient; eager, also in float32 with what the log-sum-exp makes of it
     logits = tile * (2 if layer.compiled else 2 + 2 * wide)
@@ -189,6 +190,12 @@ def _loss(
     if rooms.head.received and tree.lm_head is not None:
         moved = (rooms.head.received + rooms.head.sent) * max(item, 4)
         yield Phase("head, gradients summed", {**held, "loss": 2 * head * item + moved})
+    passes = (3 + (2 if layer.compiled else 6 * wide)) * x  # of the norm's gradient, in float32 unless fused
+    sums = rooms.head.rest * max(item, 4)
+    yield Phase(
+        "final norm",
+        {**base, "kept for the backward": kept.whole(), "gradients": sums, "x and its gradients": passes},
+    )
 
 
 def _layer(
@@ -199,16 +206,17 @@ def _layer(
     one, part = rooms.layer, kept.part(i)
     num_done = layer.where.cfg.num_layers - 1 - i
     travels = bool(one.received)
-    weights = one.use * item if part.remat != "none" else 0
-    if i > part.start and part.remat != "none":  # the next one's under way
+    again = part.remat != "none"
+    weights = one.use * item if again else 0
+    if i > part.start and again:  # the next one's under way
         weights += (one.sent + one.received if travels else one.use) * item
     done = {"gradients": (rooms.head.rest + num_done * one.rest) * rest.itemsize}
     if layer.where.cfg.tie_embeddings:
         done["gradient of the head"] = rooms.embed.use * item
-    if num_done:  # the gradients of the layer before, as they were made and as they travel
-        done["weights' gradients under way"] = one.use * item + one.received * sums
+    if num_done:  # the gradients of the layer before, as they travel
+        done["weights' gradients under way"] = one.received * sums or one.use * item
     names = ("MLP", "MLP's norm", "attention")
-    moments = (layer.mlp_moment(), layer.norm_moment(), layer.attention_moment())
+    moments = (layer.mlp_moment(again=again), layer.norm_moment(again=again), layer.attention_moment())
     most = max(range(3), key=lambda n: moments[n])
     own = rooms.mlp.use * item // (1 if most else 3)
     parts = {

@@ -106,18 +106,28 @@ class LayerBytes:
     def mlp_saved(self) -> int:
         gathered = self.mlp_x if self.mlp_x != self.x else 0
         before = self.x if self.compiled or self.wide == 1 else 0  # the norm's input
+        if self.tiled_whole:
+            return self.x
         if self.mlp_tile is not None:
             return before + self.norm + gathered
         return before + self.norm + gathered + (3 if self.compiled else 4) * self.features
+
+    @property
+    def tiled_whole(self) -> bool:
+        """Whether a tile holds the norm and the sum too: nothing moves between them and the MLP."""
+        return self.mlp_tile is not None and self.where.table.residual == self.where.table.mlp_x
 
     @property
     def saved(self) -> int:
         """All of a layer that is not run again, its input and its weights aside."""
         return self.attention_saved + self.results + self.mlp_saved + self.x
 
-    def mlp_moment(self) -> int:
-        """While the MLP's gradient is made: beside the input, kept results and weights in use."""
-        held = self.attention_saved + 3 * self.x  # the result, its gradient, and that of the last layer's
+    def mlp_moment(self, *, again: bool) -> int:
+        """While the MLP's gradient is made: beside the input, kept results and weights in use.
+
+        `again`: whether the layer is run again for it; then its value is not made a second time.
+        """
+        held = self.attention_saved + (2 if again else 3) * self.x  # gradients of this and the last result
         if self.mlp_tile is None:
             return held + self.mlp_saved + (1 if self.compiled else 2) * self.features
         tokens = max(self.where.tokens(self.where.table.mlp_x), 1)
@@ -125,9 +135,11 @@ class LayerBytes:
         sums = 3 * self.features // tokens * self.where.cfg.hidden_size  # gradients of the weights
         return held + self.mlp_saved + self.mlp_x + tile + sums * (1 + self.wide)
 
-    def norm_moment(self) -> int:
-        """While the gradient of the MLP's norm is made, pass by pass in float32."""
-        held = self.attention_saved + 3 * self.x
+    def norm_moment(self, *, again: bool) -> int:
+        """While the gradient of the MLP's norm is made, pass by pass in float32; none where tiles are."""
+        if self.tiled_whole:
+            return 0
+        held = self.attention_saved + (2 if again else 3) * self.x
         return held + (3 * self.x if self.compiled else 6 * self.wide * self.x)
 
     def attention_moment(self) -> int:
@@ -136,7 +148,8 @@ class LayerBytes:
         held, heads = saved + 2 * self.x, self.q + self.kv
         if self.head_chunks > 1:
             part = heads // self.head_chunks
-            sums = self.out + self.wide * self.x + self.x  # gradients of the result and of x
+            # gradients of the result and of x: its sum, those by k and by v, and these two together
+            sums = self.out + (self.wide + 3) * self.x
             return held + sums + (6 + 1 + self.wide) * part + self.kv
         moved = self.wide * (self.attn_x if self.attn_x != self.x else 0)
         return held + moved + self.q + heads + self.wide * heads + self._ring()
