@@ -15,8 +15,8 @@ from usp.loss import IGNORE
 from usp.mesh import Table, axis_sizes
 from usp.mesh.devices import mesh_device
 from usp.models.config import LlamaConfig
-from usp.models.gather import Options
 from usp.models.llama import loss
+from usp.models.options import Options
 from usp.models.params import Mesh, Params
 
 

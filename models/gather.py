@@ -2,32 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypedDict
-
 import torch
 from torch import Tensor
 
-from usp.arena import Arena
 from usp.mesh import P, Table
 from usp.mesh.bundle import Bundle
 from usp.models.config import LlamaConfig
 from usp.models.own_heads import use_spec
 from usp.models.params import Block, Leaf, Mesh, Params, abstract, spec_of
-
-
-class Options(TypedDict, total=False):
-    """How the layers run; what each means is said at `usp.scan` and `usp.models.loss`."""
-
-    remat: str | Sequence[str]
-    group: int
-    offload: str
-    arena: Arena | None
-    compile: bool
-    dtype: torch.dtype | None
-    mlp_tile: int | None
-    kernel: str
-    head_chunks: int
 
 
 def layer_bundle(cfg: LlamaConfig, table: Table, mesh: Mesh, dtype: torch.dtype | None) -> Bundle:

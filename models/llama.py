@@ -10,18 +10,15 @@ from functools import partial
 from math import prod
 from typing import Unpack
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from usp import Shard, linear_cross_entropy, scan
-from usp.head_chunks import deal_chunks
-from usp.heads import trading_axis
 from usp.mesh import P, Table, axis_sizes, redistribute
 from usp.models.block import block
 from usp.models.config import LlamaConfig
-from usp.models.gather import Options, in_use, layer_bundle
-from usp.models.layout import check_layout
+from usp.models.gather import in_use, layer_bundle
+from usp.models.options import Options, check_options
 from usp.models.params import Mesh, Params
 from usp.models.parts import local_parts
 from usp.models.rope import rope_cos_sin
@@ -88,7 +85,7 @@ def hidden(
     for all its parameters that are sharded at rest (with remat one more in the backward) and 1 reduce-scatter
     of their gradients. ValueError from `check_layout` and `scan`.
     """
-    _check(cfg, shard, table, mesh, options)
+    check_options(params, shard, cfg, table=table, mesh=mesh, options=options)
     dtype = options.get("dtype")
     (embed_VD,) = in_use(params, ("embed",), cfg, table, mesh, dtype)
     x_BSD = _hidden(params, embed_VD, shard, cfg, table, mesh, options)
@@ -96,33 +93,10 @@ def hidden(
     return _normed(x_BSD, norm_D, shard, cfg, table, mesh, options.get("compile", False))
 
 
-def _check(cfg: LlamaConfig, shard: Shard, table: Table, mesh: Mesh, options: Options) -> None:
-    check_layout(cfg, mesh=mesh, table=table, seq_len=shard.seq_len)
-    head_chunks, cut = options.get("head_chunks", 1), table.use["wq"][0]
-    device = shard.tokens.device.type
-    if torch.is_autocast_enabled(device):
-        raise ValueError("autocast must be off, got it on. Pass dtype=torch.bfloat16 to compute in it.")
-    remat = options.get("remat", "none")
-    if options.get("kernel") == "reference" and (head_chunks != 1 or "attention" in remat):
-        raise ValueError(
-            f"kernel='reference' must come without head_chunks and remat='attention', as it keeps nothing, "
-            f"got head_chunks={head_chunks}, remat={remat!r}. Use kernel='tiled'."
-        )
-    if head_chunks != 1:
-        axis = trading_axis(table, mesh)
-        parts = 1 if axis is None else axis_sizes(mesh)[axis]
-        deal_chunks(cfg.num_heads, cfg.num_kv_heads, parts, head_chunks)
-    if head_chunks != 1 and prod(axis_sizes(mesh)[axis] for axis in cut) > 1:
-        raise ValueError(
-            f"head_chunks={head_chunks} must be 1 where attention's weights stay cut by head, got "
-            f"use['wq']={table.use['wq']} in table={table.name!r}. Choose a table that trades heads."
-        )
-
-
 def _hidden_and_head(
     params: Params, shard: Shard, cfg: LlamaConfig, table: Table, mesh: Mesh, options: Options
 ) -> tuple[Tensor, Tensor]:
-    _check(cfg, shard, table, mesh, options)
+    check_options(params, shard, cfg, table=table, mesh=mesh, options=options)
     dtype = options.get("dtype")
     (embed_VD,) = in_use(params, ("embed",), cfg, table, mesh, dtype)  # also when it is the head too
     x_BSD = _hidden(params, embed_VD, shard, cfg, table, mesh, options)

@@ -16,9 +16,9 @@ from usp.mesh.collectives import sum_dtype
 from usp.mesh.plan import COMMUNICATES
 from usp.mesh.spec import Axes
 from usp.models.config import LlamaConfig
-from usp.models.gather import Options
 from usp.models.layout import linear_out
 from usp.models.local import Local, local
+from usp.models.options import Options
 from usp.models.params import Block, Leaf, abstract, named_leaves, spec_of
 from usp.models.routes import routes, stages
 from usp.models.segments import segments

@@ -16,7 +16,7 @@ from usp.tools import text
 from usp.tools.cli import parse
 from usp.tools.config_eval import Eval
 from usp.tools.ranks import Ranks, start
-from usp.tools.setup import read_model_config
+from usp.tools.setup import check_axes, read_model_config
 
 
 def check(cfg: Eval, world: int) -> None:
@@ -28,6 +28,7 @@ def check(cfg: Eval, world: int) -> None:
     check_world_size(world, dp=cfg.dp, ring=cfg.ring, ulysses=cfg.ulysses)
     if cfg.table not in TABLES:
         raise ValueError(f"table={cfg.table} must be one of {', '.join(sorted(TABLES))}. Change --table.")
+    check_axes(cfg.table, ring=cfg.ring, ulysses=cfg.ulysses)
     if cfg.seq_len < 2:
         raise ValueError(f"seq_len={cfg.seq_len} must be at least 2 for a label. Use a longer --seq-len.")
     if cfg.out is not None and cfg.out.exists():

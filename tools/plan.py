@@ -20,6 +20,7 @@ from usp.models.writer import parse_size
 from usp.ring import ring_bytes
 from usp.tools.config_plan import Plan
 from usp.tools.presets import GPUS, find_model
+from usp.tools.setup import check_axes
 
 COLUMNS = ("tokens", "residual", "attn_x", "q", "kv", "mlp_x")
 WEIGHTS = ("embed", "wq", "wo", "w_gate", "w_down", "norm")
@@ -81,6 +82,9 @@ def check(cfg: Plan) -> None:
             raise ValueError(f"{name}={getattr(cfg, name)} must be at least 1. Change --{flag}.")
     if cfg.table not in TABLES:
         raise ValueError(f"table={cfg.table} must be one of {', '.join(TABLES)}. Change --table.")
+    check_axes(cfg.table, ring=cfg.ring, ulysses=cfg.ulysses)
+    if cfg.mlp_tile is not None and cfg.mlp_tile < 1:
+        raise ValueError(f"mlp_tile={cfg.mlp_tile} must be at least 1. Change --mlp-tile.")
     if cfg.gpu not in GPUS:
         raise ValueError(f"gpu={cfg.gpu} must be one of {', '.join(GPUS)}. Or give --gpu-memory.")
     if cfg.batch_size is not None and (cfg.batch_size < 1 or cfg.batch_size % cfg.dp):

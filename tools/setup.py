@@ -32,6 +32,16 @@ def flag(name: str) -> str:
     return name.replace("_", "-")
 
 
+def check_axes(table: str, **degrees: int) -> None:
+    """ValueError for ranks along an axis that the table does not cut the sequence over."""
+    for axis, degree in degrees.items():
+        if degree > 1 and axis not in TABLES[table].tokens.axes:
+            raise ValueError(
+                f"{axis}={degree} must be 1 where it cuts nothing, got table={table}. "
+                "Choose another --table, or more --dp."
+            )
+
+
 def check_config(cfg: Train, world: int) -> None:
     """The rules that need no file. Raises ValueError."""
     for name in ("dp", "ring", "ulysses", "steps", "log_every", "accumulate", "group", "keep"):
@@ -40,12 +50,7 @@ def check_config(cfg: Train, world: int) -> None:
     check_world_size(world, dp=cfg.dp, ring=cfg.ring, ulysses=cfg.ulysses)
     if cfg.table not in TABLES:
         raise ValueError(f"table={cfg.table} must be one of {', '.join(sorted(TABLES))}. Change --table.")
-    for axis in ("ring", "ulysses"):
-        if getattr(cfg, axis) > 1 and axis not in TABLES[cfg.table].tokens.axes:
-            raise ValueError(
-                f"{axis}={getattr(cfg, axis)} must be 1 where it cuts nothing, got table={cfg.table}. "
-                "Choose another --table, or more --dp."
-            )
+    check_axes(cfg.table, ring=cfg.ring, ulysses=cfg.ulysses)
     shortest = max(2, cfg.ring * cfg.ulysses)
     if cfg.seq_len < shortest:
         raise ValueError(

@@ -149,9 +149,12 @@ def mask_of(
     scale: float,
 ) -> Mask:
     """The mask of `rows` whole sequences of `length` tokens that `degree` ranks share."""
-    for name, value in (("window", window), ("softcap", softcap)):
-        if value is not None and not value > 0:
-            raise ValueError(f"{name}={value} must be above 0. Leave it out for none.")
+    if window is not None and (not isinstance(window, int) or window < 1):
+        raise ValueError(f"window={window} must be a whole number of at least 1. Leave it out for none.")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap={softcap} must be a number above 0. Leave it out for none.")
+    if isinstance(scale, Tensor) or not math.isfinite(scale):
+        raise ValueError(f"scale={scale} must be a finite number, not a tensor. Scale q instead.")
     edges = tuple(range(0, rows * length + 1, length))
     if cu_seqlens is not None:
         edges = _boundaries(cu_seqlens, edges)

@@ -127,6 +127,12 @@ def _checked(batch: Batch) -> tuple[Tensor, Tensor, list[list[int]]]:
                 f"{name}={tuple(other.shape)} must have the shape of tokens, got {tuple(tokens.shape)}. "
                 f"Pass one entry per token (labels not shifted)."
             )
+    wrong = int(tokens.min()), int(labels.where(labels != IGNORE, 0).min())
+    if min(wrong) < 0:
+        raise ValueError(
+            f"tokens and labels must be 0 or more, or {IGNORE} for a label that does not count, got "
+            f"{min(wrong)}. Correct the batch."
+        )
     num_rows, seq_len = tokens.shape
     if batch.cu_seqlens is None:
         bounds = [[0, seq_len] for _ in range(num_rows)]

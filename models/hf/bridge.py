@@ -24,12 +24,12 @@ from usp.mesh.dtensor import global_stride
 from usp.mesh.tables import WHOLE
 from usp.models import convert, llama
 from usp.models.config import LlamaConfig
-from usp.models.gather import Options
 from usp.models.hf import skeleton
 from usp.models.hf.handed import Handed
 from usp.models.hf.inputs import shard_inputs
 from usp.models.hf.reduce import reduce_module_grads, reported
 from usp.models.layout import check_layout
+from usp.models.options import Options
 from usp.models.params import Leaf, Params, init, named_leaves, spec_of
 
 ONE_RANK: Mapping[str, int] = {"dp": 1, "ring": 1, "ulysses": 1}

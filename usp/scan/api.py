@@ -59,7 +59,7 @@ def scan(
     ValueError for options that do not exist or would have no effect, for a const or closed-over tensor that
     asks for a gradient it would not get, and when the host's memory cannot hold what is offloaded.
     """
-    _check_options(remat, group, offload, arena, len(layers))
+    check_settings(remat, group, offload, arena, len(layers))
     check_no_grad("consts", consts)
     if each and len(each) != len(layers):
         raise ValueError(f"each={len(each)} must go with layers={len(layers)}. Give one mapping per layer.")
@@ -128,9 +128,10 @@ def _used(layer: Any, gather: Gather | None) -> Any:
     return pytree.tree_unflatten(gather(leaves), tree)
 
 
-def _check_options(
+def check_settings(
     remat: str | Sequence[str], group: int, offload: str, arena: Arena | None, num_layers: int
 ) -> None:
+    """ValueError for what a scan of so many layers would refuse."""
     names = [remat] if isinstance(remat, str) else list(remat)
     for name in names:
         if name not in REMAT:
@@ -139,8 +140,8 @@ def _check_options(
         raise ValueError(f"remat={len(names)} names must go with layers={num_layers}. Give one per layer.")
     if offload not in OFFLOAD:
         raise ValueError(f"offload={offload!r} must be one of {', '.join(OFFLOAD)}. Choose one of them.")
-    if group < 1:
-        raise ValueError(f"group={group} must be at least 1. Give the number of layers per kept input.")
+    if not isinstance(group, int) or group < 1:
+        raise ValueError(f"group={group} must be a whole number of at least 1: layers per kept input.")
     if set(names) == {"none"} and (group != 1 or offload != "none"):
         raise ValueError(
             f"remat='none' must come without groups and offload, got group={group}, offload={offload!r}. "
