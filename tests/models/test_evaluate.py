@@ -54,7 +54,7 @@ def by_transformers(chosen: list[Batch]) -> Evaluation:
                 num = int((own[:, 1:] != -100).sum())
                 if num:
                     found = model(batch.tokens[row, start:stop][None], labels=own).loss
-                    total, count = total + num * float(found), count + num
+                    total, count = total + num * float(found.detach()), count + num
     return Evaluation(total, count)
 
 
