@@ -59,9 +59,9 @@ class Bundle:
 
     `dsts[i]` keeps a prefix of the axes that cut one dimension of `srcs[i]` (any other move is carried out by
     `redistribute`, leaf by leaf). Leaves gathered over the same axes share ONE all-gather, their gradients
-    ONE reduce-scatter: over the axis' group for one axis; for every axis larger than 1 of a mesh that covers
-    the world, over the world; for several but not all, one collective an axis, as making a group for them
-    would itself be a collective over all processes. `group` names a group of all the mesh's ranks, in rank
+    ONE reduce-scatter: over the world for every axis larger than 1 of a mesh that covers it; else over the
+    axis' group for one axis, and for several one collective an axis, as making a group for them would itself
+    be a collective over all processes. `group` names a group of all the mesh's ranks, in rank
     order, to be used in place of the world's: one of its own keeps the gathers from queueing with other
     traffic. Leaves that do not move cost nothing.
 

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from usp import kernels
-from usp.attention import mask_of, ring_of
 from usp.head_chunks import Projections, Range, chunked_attention
 from usp.kept import Kept
 from usp.mesh import Table, axis_sizes
 from usp.models.config import LlamaConfig
 from usp.models.params import Block, Mesh
 from usp.models.parts import Parts, head_rows
+from usp.setting import mask_of, ring_of
 from usp.spans import features
 
 _UNUSED = ("norm_attn", "wo", "norm_mlp", "w_gate", "w_up", "w_down", "bo", "b_gate", "b_up", "b_down")

@@ -17,6 +17,7 @@ from usp.heads import Deal, deal_heads, trading_axis, with_equal_groups
 from usp.mesh import P, Table
 from usp.mesh.spec import local_range
 from usp.models.config import LlamaConfig
+from usp.models.own_heads import place, ways
 from usp.order import ring_axes, ring_degree, unit
 from usp.ring import gather_pays
 
@@ -76,7 +77,7 @@ class Local:
     @property
     def ways(self) -> int:
         """Ranks among which attention's weights stay cut by head."""
-        return math.prod(self.sizes[a] for a in self.table.use["wq"][0])
+        return ways(self.table, self.sizes)
 
     @property
     def degree(self) -> int:
@@ -98,10 +99,7 @@ class Local:
         """This rank's place among `deals`."""
         if self.axis is not None:
             return self.at[self.axis]
-        index = 0
-        for axis in self.table.use["wq"][0]:
-            index = index * self.sizes[axis] + self.at[axis]
-        return index
+        return place(self.table, self.sizes, self.at)
 
     @cached_property
     def heads(self) -> Heads:

@@ -65,7 +65,7 @@ def training_memory(
     at: Mapping[str, int] | None = None,
     rest: torch.dtype = torch.float32,
     accumulate: int = 1,
-    clip_copies: bool = True,
+    clip_copies: bool = False,
     **options: Unpack[Options],
 ) -> Memory:
     """Bytes of the rank at coordinates `at` (else the first) in one step with AdamW and clipping.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 from typing import Any, TypedDict
 
 import torch
@@ -16,6 +15,7 @@ from usp.kernels import KERNELS
 from usp.mesh import Table, axis_sizes
 from usp.models.config import LlamaConfig
 from usp.models.layout import check_layout
+from usp.models.own_heads import ways
 from usp.models.params import Mesh, Params
 from usp.scan.api import check_settings
 
@@ -74,9 +74,9 @@ def _check_chunks(head_chunks: Any, cfg: LlamaConfig, table: Table, mesh: Mesh) 
         raise ValueError(f"head_chunks={head_chunks!r} must be a whole number. Use 1 for all heads at once.")
     if head_chunks == 1:
         return
-    axis, sizes, cut = trading_axis(table, mesh), axis_sizes(mesh), table.use["wq"][0]
+    axis, sizes = trading_axis(table, mesh), axis_sizes(mesh)
     deal_chunks(cfg.num_heads, cfg.num_kv_heads, 1 if axis is None else sizes[axis], head_chunks)
-    if prod(sizes[axis] for axis in cut) > 1:
+    if ways(table, sizes) > 1:
         raise ValueError(
             f"head_chunks={head_chunks} must be 1 where attention's weights stay cut by head, got "
             f"use['wq']={table.use['wq']} in table={table.name!r}. Choose a table that trades heads."

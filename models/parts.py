@@ -16,12 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from usp.head_chunks import Range
 from usp.heads import wire
 from usp.models.config import LlamaConfig
 from usp.models.params import Block
 from usp.models.rope import rope
-
-Range = tuple[int, int]
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from usp.mesh.agree import Over, agree, gather_objects, place
 from usp.models.hf_files import write_json
 from usp.models.safefile import PIECE, bytes_of, make_header
+from usp.state.files import sync
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 Produce = Callable[[str], Tensor]
@@ -212,9 +213,9 @@ def _publish(
     _write_index(files, new, stem=stem)
     finish(new)
     for file in [*(f for f in new.rglob("*") if f.suffix != ".safetensors"), new]:
-        _sync(file)
+        sync(file)
     os.rename(new, target)
-    _sync(target.parent)
+    sync(target.parent)
 
 
 def _write_index(files: Mapping[str, list[Entry]], directory: Path, *, stem: str) -> None:
@@ -227,11 +228,3 @@ def _write_index(files: Mapping[str, list[Entry]], directory: Path, *, stem: str
     }
     weight_map = {entry.name: file for file, group in files.items() for entry in group}
     write_json(directory / f"{stem}.safetensors.index.json", {"metadata": metadata, "weight_map": weight_map})
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -15,7 +15,7 @@ from usp.mesh.devices import check_world_size
 from usp.tools import text
 from usp.tools.cli import parse
 from usp.tools.config_eval import Eval
-from usp.tools.ranks import Ranks, start
+from usp.tools.ranks import Ranks, on_ranks
 from usp.tools.setup import check_axes, read_model_config
 
 
@@ -93,21 +93,7 @@ def main(args: Sequence[str] | None = None, *, prog: str = "python -m usp.tools.
         cfg = parse(Eval, prog=prog, args=args)
     except SystemExit as e:
         refused = e
-
-    def options() -> Eval:
-        if cfg is None:
-            raise refused or SystemExit(1)
-        return cfg
-
-    ranks = start(cfg.timeout) if cfg is not None and cfg.timeout >= 1 else start()
-    code = 0
-    try:
-        run(ranks.checked(options), ranks)
-    except SystemExit as e:
-        code = e.code if isinstance(e.code, int) else 0
-    except BaseException as e:
-        ranks.broken(e)
-    ranks.leave(code)
+    on_ranks(cfg, refused, run)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.utils._pytree as pytree
 from torch import Tensor
 from tqdm import tqdm
 
@@ -16,7 +15,6 @@ from usp import (
     Batch,
     Shard,
     adamw_update,
-    clip_by_global_norm,
     models,
     reduce_grads,
     shard_batch,
@@ -24,6 +22,7 @@ from usp import (
 )
 from usp.accumulate import accumulate, split_batch
 from usp.models.params import named_leaves
+from usp.optim import clip_scale, local_norms, norm_of_all
 from usp.state import Saver
 from usp.tools import text
 from usp.tools.config import Train
@@ -50,6 +49,7 @@ def make_step(
 ) -> Callable[..., StepResult]:
     """One training step: `step(params, state, batch, lr)` updates parameters and optimizer state in place."""
     specs = models.param_specs(setup.model, setup.table)
+    placed = [spec for _, spec in named_leaves(specs)]
 
     def loss_fn(params: models.Params, shard: Shard) -> Tensor:
         return models.loss(params, shard, setup.model, table=setup.table, mesh=mesh, **options)
@@ -64,12 +64,13 @@ def make_step(
         if dist.is_initialized():
             dist.all_reduce(loss)
         grads = reduce_grads(grads, specs, mesh)
-        norms = torch.stack([g.norm() for g in pytree.tree_leaves(grads) if isinstance(g, Tensor)])
-        grads, norm = clip_by_global_norm(grads, specs, mesh, cfg.max_norm or float("inf"))
+        norms = local_norms(grads)
+        norm = norm_of_all(norms, placed, mesh)
         updated = cfg.on_nan != "skip" or bool(torch.isfinite(loss) & torch.isfinite(norm))
         if updated:
-            adamw_update(params, grads, state, lr=lr, weight_decay=cfg.weight_decay)
-        return StepResult(loss, norm, norms, updated)
+            scale = clip_scale(norm, cfg.max_norm) if cfg.max_norm else None
+            adamw_update(params, grads, state, lr=lr, weight_decay=cfg.weight_decay, grad_scale=scale)
+        return StepResult(loss, norm, torch.stack(norms), updated)
 
     return step
 

@@ -10,13 +10,14 @@ import torch
 from usp.arena import Arena, available_bytes
 from usp.models.settings import choose_settings
 from usp.tools.config import Train
+from usp.tools.config_plan import Plan
 from usp.tools.ranks import Ranks
 from usp.tools.setup import Setup
 
 GIVEN = {"group": 1, "offload": "none", "mlp_tile": None, "head_chunks": 1}
 
 
-def check_options(cfg: Train) -> None:
+def check_options(cfg: Train | Plan) -> None:
     """The rules that need nothing but the options. Raises ValueError."""
     for name in ("group", "head_chunks"):
         if getattr(cfg, name) < 1:

@@ -19,6 +19,7 @@ from usp.models.traffic_kinds import Traffic
 from usp.models.writer import parse_size
 from usp.ring import ring_bytes
 from usp.tools.config_plan import Plan
+from usp.tools.options import GIVEN, check_options
 from usp.tools.presets import GPUS, find_model
 from usp.tools.setup import check_axes
 
@@ -76,38 +77,26 @@ def check(cfg: Plan) -> None:
         raise ValueError(
             f"seq_len={cfg.seq_len} must be given unless --longest, got longest={cfg.longest}. Give one."
         )
-    for name in ("dp", "ring", "ulysses", "accumulate", "group", "head_chunks"):
+    for name in ("dp", "ring", "ulysses", "accumulate"):
         if getattr(cfg, name) < 1:
             flag = name.replace("_", "-")
             raise ValueError(f"{name}={getattr(cfg, name)} must be at least 1. Change --{flag}.")
     if cfg.table not in TABLES:
         raise ValueError(f"table={cfg.table} must be one of {', '.join(TABLES)}. Change --table.")
     check_axes(cfg.table, ring=cfg.ring, ulysses=cfg.ulysses)
-    if cfg.mlp_tile is not None and cfg.mlp_tile < 1:
-        raise ValueError(f"mlp_tile={cfg.mlp_tile} must be at least 1. Change --mlp-tile.")
     if cfg.gpu not in GPUS:
         raise ValueError(f"gpu={cfg.gpu} must be one of {', '.join(GPUS)}. Or give --gpu-memory.")
     if cfg.batch_size is not None and (cfg.batch_size < 1 or cfg.batch_size % cfg.dp):
         raise ValueError(
             f"batch_size={cfg.batch_size} must be a multiple of dp, got dp={cfg.dp}. Change --batch-size."
         )
-    chosen = [name for name, value in own_options(cfg).items() if name != "remat" and value != FREE[name]]
-    if chosen and (cfg.remat == "auto" or cfg.longest):
-        raise ValueError(
-            f"remat=auto must choose all of them, got {', '.join(chosen)} too. Give --remat too, or none."
-        )
-    if cfg.remat == "none" and (cfg.group != 1 or cfg.offload != "none"):
-        raise ValueError(
-            f"remat=none must come without groups and offload, got group={cfg.group} offload={cfg.offload}. "
-            "Change --remat."
-        )
-
-
-FREE: Mapping[str, Any] = {"group": 1, "offload": "none", "mlp_tile": None, "head_chunks": 1}
+    check_options(cfg)
+    if cfg.longest and cfg.remat != "auto":
+        raise ValueError(f"longest=True must choose the settings, got remat={cfg.remat}. Leave --remat out.")
 
 
 def own_options(cfg: Plan) -> dict[str, Any]:
-    return {"remat": cfg.remat, **{name: getattr(cfg, name) for name in FREE}}
+    return {"remat": cfg.remat, **{name: getattr(cfg, name) for name in GIVEN}}
 
 
 def parse_memory(name: str, text: str) -> int:

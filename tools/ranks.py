@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -195,3 +195,36 @@ def has_device(device: torch.device) -> None:
             f"nproc-per-node={os.environ.get('LOCAL_WORLD_SIZE')} must be at most the GPUs of this machine, "
             f"got {torch.cuda.device_count()} GPUs. Start fewer processes on it."
         )
+
+
+class Timed(Protocol):
+    """Options that say how long ranks wait for each other."""
+
+    @property
+    def timeout(self) -> float: ...
+
+
+C = TypeVar("C", bound=Timed)
+
+
+def on_ranks(cfg: C | None, refused: SystemExit | None, work: Callable[[C, Ranks], Any]) -> None:
+    """Join the other ranks, carry out `work`, and end this process: 0, or the exit code that `work` returns.
+
+    `cfg` is None where this rank refused its options, with `refused`; the others learn of it.
+    """
+
+    def options() -> C:
+        if cfg is None:
+            raise refused or SystemExit(1)
+        return cfg
+
+    ranks = start(cfg.timeout) if cfg is not None and cfg.timeout >= 1 else start()
+    code = 0
+    try:
+        result = work(ranks.checked(options), ranks)
+        code = result if isinstance(result, int) else 0
+    except SystemExit as e:
+        code = e.code if isinstance(e.code, int) else 0
+    except BaseException as e:
+        ranks.broken(e)
+    ranks.leave(code)

@@ -22,7 +22,7 @@ from usp.tools.cli import parse
 from usp.tools.config import Train
 from usp.tools.loop import run_steps
 from usp.tools.options import check_options
-from usp.tools.ranks import Ranks, start
+from usp.tools.ranks import Ranks, on_ranks
 from usp.tools.resume import State, restore
 from usp.tools.setup import Mesh, Setup, check_config, prepare
 from usp.tools.stop import EXIT_CODE, Stop
@@ -104,21 +104,7 @@ def read_options(prog: str, args: Sequence[str] | None) -> tuple[Train | None, S
 
 def main(args: Sequence[str] | None = None, *, prog: str = "python -m usp.tools.train") -> None:
     cfg, refused = read_options(prog, args)
-
-    def options() -> Train:
-        if cfg is None:
-            raise refused or SystemExit(1)
-        return cfg
-
-    ranks = start(cfg.timeout) if cfg is not None and cfg.timeout >= 1 else start()
-    code = 0
-    try:
-        code = train(ranks.checked(options), ranks)
-    except SystemExit as e:
-        code = e.code if isinstance(e.code, int) else 0
-    except BaseException as e:
-        ranks.broken(e)
-    ranks.leave(code)
+    on_ranks(cfg, refused, train)
 
 
 if __name__ == "__main__":

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
 from usp import kernels, ring
+from usp.kept import Kept
 from usp.kernels import Kernel
-from usp.mesh import MeshLike, Table, coordinates
-from usp.mesh.devices import group_name
-from usp.order import ring_axes, ring_degree, unit
+from usp.mesh import MeshLike, Table
 from usp.reference import reference
 from usp.ring import Ring
+from usp.setting import mask_of, ring_of
 from usp.spans import Mask, features
-
-if TYPE_CHECKING:
-    from usp.kept import Kept
-
-RINGS = ("auto", "p2p", "gather")
 
 
 def attention(
@@ -57,8 +51,7 @@ def attention(
     too) or "auto", the first that takes the input. Kernels but the reference give first derivatives in
     reverse mode only. `exchange`: how a ring over one axis gets at the keys: "p2p" sends them around it,
     behind the computation, "gather" fetches all at once; "auto" gathers where that needs no more room than q
-    and o (degree * K <= N). `kept`: see `usp.scan`; the
-    reference keeps nothing.
+    and o (degree * K <= N). `kept`: see `usp.scan`; the reference keeps nothing.
 
     Communicates nothing without a ring; with "p2p" k and v degree - 1 times each way and their gradients
     degree times in float32; with "gather" 1 all-gather each way and 1 reduce-scatter. Raises ValueError for
@@ -102,83 +95,6 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
-def ring_of(
-    length: int, num_heads: int, num_kv_heads: int, table: Table | None, mesh: MeshLike | None, exchange: str
-) -> Ring:
-    """Where this rank sits in the ring that `table` makes; `length`: tokens of a row on one rank."""
-    if exchange not in RINGS:
-        raise ValueError(f"exchange={exchange!r} must be one of {', '.join(RINGS)}. Choose one of them.")
-    if (table is None) != (mesh is None):
-        raise ValueError("table and mesh must be given together, got one of them. Pass both or neither.")
-    axes = () if table is None or mesh is None else ring_axes(table, mesh)
-    if not axes:
-        if exchange != "auto":
-            raise ValueError(
-                f"exchange={exchange!r} must go with a table that leaves attention's sequence sharded, got a "
-                f"whole sequence. Leave it out, or choose another table."
-            )
-        return Ring()
-    assert table is not None
-    assert mesh is not None
-    if len(axes) > 1:
-        raise ValueError(
-            f"table={table.name!r} must leave one axis larger than 1 on attention's sequence, got {axes}. "
-            f"Give one of them size 1, or move it to the heads."
-        )
-    degree = ring_degree(table, mesh)
-    if length % 2:
-        raise ValueError(
-            f"S={length} on one rank must be even for a ring, got ring degree={degree}. "
-            f"Let shard_batch pad the sequence to a multiple of {unit(degree)}."
-        )
-    gather = exchange == "gather" or (
-        exchange == "auto" and ring.gather_pays(num_heads, num_kv_heads, degree)
-    )
-    return Ring(group_name(mesh, axes[0]), degree, coordinates(mesh)[axes[0]], gather)
-
-
-def mask_of(
-    rows: int,
-    length: int,
-    degree: int,
-    *,
-    cu_seqlens: Tensor | None,
-    causal: bool = True,
-    window: int | None = None,
-    softcap: float | None = None,
-    scale: float,
-) -> Mask:
-    """The mask of `rows` whole sequences of `length` tokens that `degree` ranks share."""
-    if window is not None and (not isinstance(window, int) or window < 1):
-        raise ValueError(f"window={window} must be a whole number of at least 1. Leave it out for none.")
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise ValueError(f"softcap={softcap} must be a number above 0. Leave it out for none.")
-    if isinstance(scale, Tensor) or not math.isfinite(scale):
-        raise ValueError(f"scale={scale} must be a finite number, not a tensor. Scale q instead.")
-    edges = tuple(range(0, rows * length + 1, length))
-    if cu_seqlens is not None:
-        edges = _boundaries(cu_seqlens, edges)
-    window = None if window is None or window >= length else window
-    return Mask(edges, rows, length, causal, window, scale, softcap or 0.0, degree)
-
-
-def _boundaries(cu_seqlens: Tensor, row_edges: tuple[int, ...]) -> tuple[int, ...]:
-    """Document boundaries as host integers; they must rise and hold every end of a row."""
-    if cu_seqlens.device.type != "cpu":
-        raise ValueError(
-            f"cu_seqlens must be on the CPU, got {cu_seqlens.device}: reading it would wait for the device. "
-            f"Keep it where shard_batch made it."
-        )
-    edges = tuple(cu_seqlens.tolist())
-    rising = all(a < b for a, b in pairwise(edges))
-    if not rising or edges[:1] != (0,) or edges[-1] != row_edges[-1] or not set(row_edges) <= set(edges):
-        raise ValueError(
-            f"cu_seqlens must rise from 0 to B * S through the end of every row, got B={len(row_edges) - 1}, "
-            f"S={row_edges[1]}. Pass boundaries of whole sequences, and end documents where rows end."
-        )
-    return edges
-
-
 class _Attention(torch.autograd.Function):
     """A kernel's runs and their explicit backward. Results: output [B, S, N, Hv], log-sum-exp [N, B * S]."""
 
@@ -193,14 +109,9 @@ class _Attention(torch.autograd.Function):
         kernel: Kernel,
         kept: Kept | None,
     ) -> tuple[Tensor, Tensor]:
-        if q.shape[2] == 0:  # a rank without heads, which still takes its part in what follows
-            return q.new_zeros(*q.shape[:3], v.shape[3]), q.new_zeros(0, q.shape[0] * q.shape[1])
-
         def compute() -> tuple[Tensor, Tensor]:
-            o, lse = ring.forward(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), mask, place, kernel)
-            if sinks is not None:
-                o, lse = _with_sinks(o, lse, sinks)
-            return o.view(*q.shape[:3], v.shape[3]), lse
+            o, lse = ring.forward(q, k, v, mask, place, kernel)
+            return (o, lse) if sinks is None else _with_sinks(o, lse, sinks)
 
         if kept is None:
             return compute()
@@ -250,17 +161,12 @@ class _AttentionBackward(torch.autograd.Function):
         place: Ring,
         kernel: Kernel,
     ) -> tuple[Tensor, ...]:
-        if q.shape[2] == 0:
-            inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
-            return tuple(torch.zeros_like(t) for t in inputs)
-        do_T, q_T, k_T, v_T, o_T = (t.flatten(0, 1) for t in (do, q, k, v, o))
-        dq, dk, dv = ring.backward(do_T, q_T, k_T, v_T, o_T, lse, mask, place, kernel)
-        grads = dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
+        grads = ring.backward(do, q, k, v, o, lse, mask, place, kernel)
         if sinks is None:
             return grads
         # a sink is a key whose value is zero: its gradient is minus its probability times do . o
         probability = torch.exp(sinks.to(lse.dtype).unsqueeze(1) - lse)
-        dot = (do_T.to(lse.dtype) * o_T.to(lse.dtype)).sum(2).t()
+        dot = (do.to(lse.dtype) * o.to(lse.dtype)).sum(3).flatten(0, 1).t()
         return (*grads, -(probability * dot).sum(1).to(sinks.dtype))
 
     @staticmethod
@@ -294,7 +200,7 @@ class _AttentionBackward(torch.autograd.Function):
 def _with_sinks(o: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """One more key for each head, with score `sinks` [N] and value zero."""
     total = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(1))
-    share = torch.exp(lse - total).t().unsqueeze(2)
+    share = torch.exp(lse - total).t().reshape(*o.shape[:3], 1)
     return (o * share).to(o.dtype), total
 
 

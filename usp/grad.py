@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
+from usp.levels import levels
+
 
 def value_and_grad(
     fn: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False
@@ -79,5 +81,6 @@ def _differentiated() -> bool:
     if torch.compiler.is_compiling():
         return False
     functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
-    kinds = (functorch.TransformType.Grad, functorch.TransformType.Jvp)
-    return any(level.key() in kinds for level in functorch.get_interpreter_stack() or ())
+    return any(
+        level.key() in (functorch.TransformType.Grad, functorch.TransformType.Jvp) for level in levels()
+    )

@@ -89,10 +89,10 @@ def trade(dealt: Sequence[Dealt], mesh: MeshLike, axis: str, own_seq: tuple[int,
     # to each rank [S@axis, B, its heads of all tensors], so that what arrives is [S, B, own heads]
     flat = wire([x for x, _ in dealt], len(own_seq)) if _in_order(dealt) else _cut_wire(dealt)
     heads = [[(r[rank][1] - r[rank][0], x.shape[3]) for x, r in dealt] for rank in range(len(own_seq))]
-    return send_wire(flat, heads, mesh, axis, rows, own_seq, me)
+    return _send_wire(flat, heads, mesh, axis, rows, own_seq, me)
 
 
-def send_wire(
+def _send_wire(
     flat: Tensor,
     heads: Sequence[Sequence[tuple[int, int]]],
     mesh: MeshLike,
@@ -108,7 +108,7 @@ def send_wire(
         send=tuple(own_seq[me] * rows * width for width in widths),
         receive=tuple(n * rows * widths[me] for n in own_seq),
     )  # fmt: skip
-    return unwired(came, heads[me], rows, sum(own_seq))
+    return _unwired(came, heads[me], rows, sum(own_seq))
 
 
 def wired_to_heads(
@@ -122,7 +122,7 @@ def wired_to_heads(
     assert axis is not None
     each = [list(heads)] * axis_sizes(mesh)[axis]
     own_seq = seq_lengths(table, mesh, axis, seq_len)
-    return send_wire(wired, each, mesh, axis, wired.shape[2], own_seq, coordinates(mesh)[axis])
+    return _send_wire(wired, each, mesh, axis, wired.shape[2], own_seq, coordinates(mesh)[axis])
 
 
 def wire(tensors: Sequence[Tensor], parts: int) -> Tensor:
@@ -136,7 +136,7 @@ def _by_rank(x: Tensor, parts: int) -> Tensor:
     return x.reshape(*x.shape[:2], parts, x.shape[2] // parts * x.shape[3])
 
 
-def unwired(came: Tensor, heads: Sequence[tuple[int, int]], rows: int, length: int) -> list[Tensor]:
+def _unwired(came: Tensor, heads: Sequence[tuple[int, int]], rows: int, length: int) -> list[Tensor]:
     """[S, B, heads * H of all tensors], flat -> views [B, S, heads, H], for (heads, H) of each."""
     widths = [n * size for n, size in heads]
     parts = torch.split(came.view(length, rows, sum(widths)), widths, 2)
@@ -166,9 +166,8 @@ def _cut_wire(dealt: Sequence[Dealt]) -> Tensor:
         heads = [x[:, :, slice(*ranges[rank])].to(dtype).transpose(0, 1).flatten(2) for x, ranges in sources]
         block = torch.cat(heads, 2)
         blocks.append(block.reshape(1, block.numel()))
-    return torch.cat(
-        blocks, 1
-    )  # of 2 dimensions: vmap loses its own in a join of flat tensors without entries
+    # of 2 dimensions: vmap loses its own in a join of flat tensors without entries
+    return torch.cat(blocks, 1)
 
 
 def with_equal_groups(k: Tensor, v: Tensor, deal: Deal, group: int) -> tuple[Tensor, Tensor]:

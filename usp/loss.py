@@ -50,32 +50,35 @@ def linear_cross_entropy(
     return cast(Tensor, _Transformable.apply(x, weight, labels, tile))  # type: ignore[no-untyped-call]
 
 
-def _tiles(tile: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def tiles(tile: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Up to `tile` tokens at a time of tensors [T, ...]."""
     return zip(*(torch.split(t, tile) for t in tensors), strict=True)
 
 
-def _tile_logits(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def tile_logits(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Logits in the wide dtype, which labels count, and labels that can index even where they do not."""
     logits_TV = (x_TD @ weight_VD.T).to(torch.promote_types(x_TD.dtype, torch.float32))
     valid_T = labels_T != IGNORE
     return logits_TV, valid_T, labels_T.where(valid_T, 0)
 
 
-def _d_logits(logits_TV: Tensor, valid_T: Tensor, index_T: Tensor) -> Tensor:
+def d_logits_of(logits_TV: Tensor, valid_T: Tensor, index_T: Tensor) -> Tensor:
     """Gradient of the token losses' sum with respect to the logits."""
     target = torch.zeros_like(logits_TV).scatter(-1, index_T.unsqueeze(-1), 1.0)
     return (torch.softmax(logits_TV, -1) - target) * valid_T.to(logits_TV.dtype).unsqueeze(-1)
 
 
-def _backward(
+def gradients(
     x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, grad: Tensor, tile: int
 ) -> tuple[Tensor, Tensor]:
-    """Gradients in plain operations, which can be differentiated again."""
+    """Of the token losses with respect to x and weight, in plain operations, to be differentiated again.
+
+    `grad`: one for all tokens, or one for each.
+    """
     grads_x = []
     grad_weight: Tensor | None = None
-    for x, labels in _tiles(tile, x_TD, labels_T):
-        d_logits = _d_logits(*_tile_logits(x, weight_VD, labels)) * grad
+    for x, labels, upstream in tiles(tile, x_TD, labels_T, grad.expand(labels_T.shape)):
+        d_logits = d_logits_of(*tile_logits(x, weight_VD, labels)) * upstream.unsqueeze(-1)
         part = d_logits.to(x.dtype)
         grads_x.append(part @ weight_VD)
         part = (part.T @ x).to(d_logits.dtype)
@@ -92,8 +95,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, tile: int) -> Tensor:
         total = x_TD.new_zeros((), dtype=torch.promote_types(x_TD.dtype, torch.float32))
-        for x, labels in _tiles(tile, x_TD, labels_T):
-            logits, valid, index = _tile_logits(x, weight_VD, labels)
+        for x, labels in tiles(tile, x_TD, labels_T):
+            logits, valid, index = tile_logits(x, weight_VD, labels)
             picked = logits.gather(-1, index.unsqueeze(-1)).squeeze(-1)
             losses = torch.logsumexp(logits, -1) - picked
             total = total + losses.where(valid, 0.0).sum()
@@ -108,7 +111,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None, None]:
         x_TD, weight_VD, labels_T = ctx.saved_tensors
-        return *_backward(x_TD, weight_VD, labels_T, grads[0], ctx.tile), None, None
+        return *gradients(x_TD, weight_VD, labels_T, grads[0], ctx.tile), None, None
 
 
 class _Transformable(_LinearCrossEntropy):
@@ -119,8 +122,8 @@ class _Transformable(_LinearCrossEntropy):
         dx_TD, d_weight_VD, *_ = tangents
         x_TD, weight_VD, labels_T = ctx.saved_tensors
         total = x_TD.new_zeros((), dtype=torch.promote_types(x_TD.dtype, torch.float32))
-        for x, dx, labels in _tiles(ctx.tile, x_TD, dx_TD, labels_T):
-            step = _d_logits(*_tile_logits(x, weight_VD, labels))
+        for x, dx, labels in tiles(ctx.tile, x_TD, dx_TD, labels_T):
+            step = d_logits_of(*tile_logits(x, weight_VD, labels))
             total = total + (step * (dx @ weight_VD.T + x @ d_weight_VD.T)).sum()
         return cast(Tensor, total)
 
@@ -136,7 +139,7 @@ class _Fused(torch.autograd.Function):
         look = _compiled_look() if compiled else _look
         total, grad_x = x_TD.new_zeros((), dtype=wide), torch.empty_like(x_TD)
         grad_weight: Tensor | None = None
-        for x, labels, grad in _tiles(tile, x_TD, labels_T, grad_x):
+        for x, labels, grad in tiles(tile, x_TD, labels_T, grad_x):
             loss, d_logits = look(x @ weight_VD.T, labels)
             total += loss
             torch.mm(d_logits, weight_VD, out=grad)
@@ -157,7 +160,7 @@ class _Fused(torch.autograd.Function):
             return None, None, None, None, None
         x_TD, weight_VD, labels_T, grad_x, grad_weight = ctx.saved_tensors
         if torch.is_grad_enabled() or levels():  # to be differentiated again
-            return *_backward(x_TD, weight_VD, labels_T, grads[0], ctx.tile), None, None, None
+            return *gradients(x_TD, weight_VD, labels_T, grads[0], ctx.tile), None, None, None
         scale = grads[0]
         return (
             grad_x * scale.to(grad_x.dtype) if ctx.needs_input_grad[0] else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -110,15 +111,23 @@ def global_norm(grads: Any, specs: Any, mesh: MeshLike) -> Tensor:
     per axis larger than 1.
     """
     leaves, specs = _aligned(grads, specs)
-    total: Tensor | None = None
-    for grad, spec in zip(leaves, specs, strict=True):
-        if not isinstance(grad, Tensor):
-            continue
-        wide = torch.promote_types(grad.dtype, torch.float32)
-        part = torch.linalg.vector_norm(grad, dtype=wide).square() / replicas(spec, mesh)
-        total = part if total is None else total + part.to(total.dtype)
-    if total is None:
+    placed = [spec for grad, spec in zip(leaves, specs, strict=True) if isinstance(grad, Tensor)]
+    return norm_of_all(local_norms(grads), placed, mesh)
+
+
+def local_norms(grads: Any) -> list[Tensor]:
+    """2-norm of this rank's part of each gradient, in float32 or wider. Does not communicate."""
+    leaves = [g for g in pytree.tree_leaves(grads) if isinstance(g, Tensor)]
+    return [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in leaves]
+
+
+def norm_of_all(norms: Sequence[Tensor], specs: Sequence[P], mesh: MeshLike) -> Tensor:
+    """`global_norm` of the gradients that have these `local_norms`; `specs`: where each lies."""
+    if not norms:
         raise ValueError("grads must hold at least one tensor, got none. Pass the tree from value_and_grad.")
+    total = norms[0].square() / replicas(specs[0], mesh)
+    for norm, spec in zip(norms[1:], specs[1:], strict=True):
+        total = total + (norm.square() / replicas(spec, mesh)).to(total.dtype)
     everything = P(partial=tuple(axis_sizes(mesh)))
     return redistribute(total, everything, P(), mesh).sqrt()
 

@@ -59,13 +59,21 @@ def gather_pays(num_heads: int, num_kv_heads: int, degree: int) -> bool:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, ring: Ring, kernel: Kernel) -> tuple[Tensor, Tensor]:
-    """q [T, N, H], k [T, K, H], v [T, K, Hv], this rank's rows -> o [T, N, Hv], log-sum-exp [N, T]."""
+    """q [B, S, N, H], k [B, S, K, H], v [B, S, K, Hv] -> o [B, S, N, Hv], log-sum-exp [N, B * S].
+
+    A rank without heads computes nothing; nor does the rest of its ring, which shares its heads.
+    """
+    shape = (*q.shape[:3], v.shape[3])
+    if not q.shape[2]:
+        return q.new_zeros(shape), q.new_zeros(0, q.shape[0] * q.shape[1])
+    q, k, v = (t.flatten(0, 1) for t in (q, k, v))
     merged = _Merged(q, v.shape[2])
     for source, k_s, v_s in _others_keys(k, v, ring):
         for run in runs(mask, ring.rank, source):
             o, lse = kernel.forward(*_rows(run, q, k_s, v_s), run.segments)
             merged.add(run.q, o, lse)
-    return merged.result()
+    o, lse = merged.result()
+    return o.view(shape), lse
 
 
 def backward(
@@ -79,7 +87,11 @@ def backward(
     ring: Ring,
     kernel: Kernel,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v; `o` and `lse` are those over all keys."""
+    """Gradients of q, k and v, in the shapes of `forward`; `o` and `lse` are those over all keys."""
+    shapes = [t.shape for t in (q, k, v)]
+    if not q.shape[2]:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    do, q, k, v, o = (t.flatten(0, 1) for t in (do, q, k, v, o))
     sums = _Sums(q)
     travelling = _Gradients(k, v, ring)
     for source, k_s, v_s in _others_keys(k, v, ring):
@@ -92,8 +104,8 @@ def backward(
             for total, rows, grad in zip((sums, *local), (run.q, run.k, run.k), grads, strict=True):
                 total.add(rows, grad)
         travelling.add(source, *local)
-    dk, dv = travelling.result()
-    return sums.result(), dk, dv
+    dq, dk, dv = (g.view(s) for g, s in zip((sums.result(), *travelling.result()), shapes, strict=True))
+    return dq, dk, dv
 
 
 def _rows(run: Run, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -173,11 +185,8 @@ class _Sums:
             return
         if not self.summed:
             wide = torch.promote_types(self.like.dtype, torch.float32)
-            self.total = (
-                self.like.new_zeros(self.like.shape, dtype=wide)
-                if self.total is None
-                else self.total.to(wide)
-            )
+            start = torch.zeros_like(self.like, dtype=wide) if self.total is None else self.total.to(wide)
+            self.total = start
             self.summed = True
         assert self.total is not None
         self.total[slice(*rows)] += part

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from usp.data import Batch, Shard
-from usp.loss import MAX_TILE_ELEMENTS, _d_logits, _tile_logits, _tiles
+from usp.loss import MAX_TILE_ELEMENTS, gradients, tile_logits, tiles
 from usp.mesh import MeshLike, P, Table, axis_sizes, local_slices, redistribute
 from usp.order import ring_degree, zigzag
 
@@ -106,8 +106,8 @@ class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, tile: int) -> Tensor:
         losses = []
-        for x, labels in _tiles(tile, x_TD, labels_T):
-            logits, valid, index = _tile_logits(x, weight_VD, labels)
+        for x, labels in tiles(tile, x_TD, labels_T):
+            logits, valid, index = tile_logits(x, weight_VD, labels)
             picked = logits.gather(-1, index.unsqueeze(-1)).squeeze(-1)
             losses.append((torch.logsumexp(logits, -1) - picked).where(valid, 0.0))
         return torch.cat(losses)
@@ -120,12 +120,4 @@ class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None, None]:
         x_TD, weight_VD, labels_T = ctx.saved_tensors
-        grads_x, grad_weight = [], None
-        for x, labels, upstream in _tiles(ctx.tile, x_TD, labels_T, grads[0]):
-            d_logits = _d_logits(*_tile_logits(x, weight_VD, labels)) * upstream.unsqueeze(-1)
-            part = d_logits.to(x.dtype)
-            grads_x.append(part @ weight_VD)
-            part = (part.T @ x).to(d_logits.dtype)
-            grad_weight = part if grad_weight is None else grad_weight + part
-        assert grad_weight is not None
-        return torch.cat(grads_x), grad_weight.to(weight_VD.dtype), None, None
+        return *gradients(x_TD, weight_VD, labels_T, grads[0], ctx.tile), None, None

@@ -119,15 +119,8 @@ def _own(mask: Mask, edges: list[int], piece: tuple[int, int], at: int) -> list[
     start, length = piece
     reach = None if mask.window is None else mask.window - 1
     cuts = [start, *(e for e in edges if start < e < start + length), start + length]
-    return [
-        _Cell(
-            (at + a - start, at + b - start),
-            (at + a - start, at + b - start),
-            reach,
-            0 if mask.causal else reach,
-        )
-        for a, b in pairwise(cuts)
-    ]
+    ranges = [(at + a - start, at + b - start) for a, b in pairwise(cuts)]
+    return [_Cell(rows, rows, reach, 0 if mask.causal else reach) for rows in ranges]
 
 
 def _across(

@@ -19,7 +19,7 @@ from usp import (
     Batch,
     adamw_init,
     adamw_update,
-    clip_by_global_norm,
+    global_norm,
     models,
     reduce_grads,
     shard_batch,
@@ -28,6 +28,7 @@ from usp import (
 from usp.arena import Arena
 from usp.mesh import TABLES, build_mesh, local_shape
 from usp.mesh.bundle import stages_of
+from usp.optim import clip_scale
 
 
 class Live(TorchDispatchMode):
@@ -111,8 +112,8 @@ def step_peak(
 
             _, grads = value_and_grad(objective)(params)
             grads = reduce_grads(grads, specs, mesh)
-            grads, _ = clip_by_global_norm(grads, specs, mesh, 1.0)
-            adamw_update(params, grads, state, lr=1e-5)
+            scale = clip_scale(global_norm(grads, specs, mesh), 1.0)
+            adamw_update(params, grads, state, lr=1e-5, grad_scale=scale)
         return live.peak, 0 if arena is None else arena.nbytes
     finally:
         dist.destroy_process_group()

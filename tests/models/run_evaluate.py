@@ -42,7 +42,7 @@ def on_rank(folder: Path, degrees: dict[str, int], name: str, options: dict[str,
     found = evaluate(params, batches(), cfg, table=table, mesh=mesh, **options)
     again = evaluate(params, batches()[1:2], cfg, table=table, mesh=mesh)
     assert again.num_tokens == 6
-    if degrees["dp"] == 1:  # training divides the same sum by the same count
+    if degrees["dp"] == 1:  # training divides the same float64 sum, in another order, by the count
         shard = shard_batch(batches()[1], table=table, mesh=mesh)
         mean = loss(params, shard, cfg, table=table, mesh=mesh).detach()
         torch.distributed.all_reduce(mean)

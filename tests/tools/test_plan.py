@@ -68,7 +68,7 @@ def test_a_directory(model_dir: Path, capsys: pytest.CaptureFixture[str]) -> Non
         (["nothing", "--seq-len", "8"], "must be a Hugging Face model directory or one of"),
         (["llama-3-8b", "--seq-len", "8", "--table", "none"], "table=none must be one of"),
         (["llama-3-8b", "--seq-len", "8", "--gpu-memory", "much"], "gpu-memory=much must be a size"),
-        (["llama-3-8b", "--seq-len", "8", "--group", "2"], "remat=auto must choose all of them"),
+        (["llama-3-8b", "--seq-len", "8", "--group", "2"], "remat=auto must come without group"),
         (["llama-3-8b", "--seq-len", "67108864", "--dp", "2"], "must fit gpu_memory="),
         (["llama-3-8b", "--seq-len", "8", "--ulysses", "2", "--batch-size", "0"], "batch_size=0 must be"),
     ],

@@ -64,7 +64,7 @@ def refusals() -> None:
         ("must be .B, S, K, H.", (q, k, k[:, :, :1]), TABLE, 8),
         ("must be .B, S, K, H.", (q, k[..., :1], k), TABLE, 8),
         ("must be .B, S, K, H.", (q, k[:, :1], k[:, :1]), TABLE, 8),
-        ("Pass sizes that add up", (q, k, k), TABLE, 12),
+        ("pass sizes that add up", (q, k, k), TABLE, 12),
     )
     with CommDebugMode() as comm:
         for message, (qx, kx, vx), table, seq_len in cases:

@@ -223,7 +223,7 @@ def test_without_gradients_nothing_is_kept() -> None:
 def test_refused() -> None:
     for match, how in (
         ("offload='disk' must be one of none, host", {"remat": "full", "offload": "disk"}),
-        ("group=0 must be at least 1", {"remat": "full", "group": 0}),
+        ("group=0 must be a whole number of at least 1", {"remat": "full", "group": 0}),
         ("remat='none' must come without groups", {"group": 2}),
         ("must be given with offload='host' and only then", {"remat": "full", "offload": "host"}),
         ("must be given with offload='host' and only then", {"remat": "full", "arena": Arena()}),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -43,8 +42,9 @@ def chunked_attention(
 
     Equal to `make`, `seq_to_heads`, `attention` and `heads_to_seq` one after the other. Each way over the
     axis that trades the sequence for heads: 1 all-to-all a chunk for q, 1 for each chunk that brings kv
-    heads, 1 a chunk for the result; in the backward the first two twice. First derivatives in reverse mode
-    only. Gradients of x and of `weights`, a pytree, are summed over chunks in float32 or wider.
+    heads, 1 a chunk for the result; in the backward the first two twice, and what a ring sends once a chunk.
+    First derivatives in reverse mode only. Gradients of x and of `weights`, a pytree, are summed over chunks
+    in float32 or wider.
     """
     axis = trading_axis(table, mesh)
     parts = 1 if axis is None else axis_sizes(mesh)[axis]
@@ -81,7 +81,7 @@ class _Chunked(torch.autograd.Function):
 
             def compute(c: int = c) -> tuple[Tensor, Tensor]:
                 assert coming is not None
-                return _attend(job, *coming.take(c))
+                return ring.forward(*coming.take(c), job.mask, job.place, job.kernel)
 
             o, lse = record.get(compute)
             with side.run(o):
@@ -123,11 +123,7 @@ class _ChunkedBackward(torch.autograd.Function):
         for c in reversed(range(len(job.chunks))):
             q, k, v, do = steps.take(c)
             o, lse = saved[2 * c : 2 * c + 2]
-            grads: Sequence[Tensor] = [torch.zeros_like(t) for t in (q, k, v)]
-            if q.shape[2]:
-                flat = [t.flatten(0, 1) for t in (do, q, k, v, o)]
-                grads = ring.backward(*flat, lse, job.mask, job.place, job.kernel)  # type: ignore[call-arg,arg-type]
-            steps.give(c, [g.view(t.shape) for g, t in zip(grads, (q, k, v), strict=True)])
+            steps.give(c, ring.backward(do, q, k, v, o, lse, job.mask, job.place, job.kernel))
         return steps.result()
 
     @staticmethod
@@ -137,10 +133,3 @@ class _ChunkedBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         raise RuntimeError("chunks of heads give first derivatives only. Use head_chunks=1 for higher ones.")
-
-
-def _attend(job: Job, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    if q.shape[2] == 0:
-        return q.new_zeros(*q.shape[:3], v.shape[3]), q.new_zeros(0, q.shape[0] * q.shape[1])
-    o, lse = ring.forward(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), job.mask, job.place, job.kernel)
-    return o.view(*q.shape[:3], v.shape[3]), lse

@@ -42,7 +42,7 @@ def choose(
 ) -> Kernel:
     """The kernel called `name`, or for "auto" the first in KERNELS that takes the input.
 
-    `size`: head size of q and k; `v_size`: of v; `features`: `Segments.features`. Head sizes that a kernel
+    `size`: head size of q and k; `v_size`: of v; `features`: `usp.spans.features`. Head sizes that a kernel
     does not take are padded with zeros where that makes them ones that it takes. Raises ValueError for a
     name that is no kernel's and for a kernel that cannot take the input, saying what it does not take.
     """

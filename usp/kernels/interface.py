@@ -62,7 +62,7 @@ class Kernel(NamedTuple):
     backward(do, q, k, v, o, lse, segments) -> dq, dk, dv in the types of q, k, v. o and lse may be those of
     all the keys a row attends to, of which these are a part: the probabilities are exp(score - lse), and the
     sum that the softmax's derivative subtracts is do . o.
-    `sizes`: whether the kernel takes these head sizes (q and k's, v's) in this type.
+    `sizes`: whether the kernel takes these head sizes (q and k's, v's).
     """
 
     name: str
