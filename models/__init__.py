@@ -5,14 +5,14 @@ if __name__ != "usp.models":
 
 from usp.models.block import block
 from usp.models.config import LlamaConfig, Rope
-from usp.models.convert import from_hf, load, save, to_hf
 from usp.models.evaluate import Evaluation, evaluate
+from usp.models.files.convert import from_hf, load, save, to_hf
 from usp.models.layout import check_layout
 from usp.models.llama import hidden, logits, loss
-from usp.models.memory import Memory, training_memory
 from usp.models.params import Block, Leaf, Params, abstract, init, map_params, named_leaves, param_specs
-from usp.models.settings import Settings, choose_settings, longest
-from usp.models.traffic import model_traffic
+from usp.models.plan.memory import Memory, training_memory
+from usp.models.plan.settings import Settings, choose_settings, longest
+from usp.models.plan.traffic import model_traffic
 
 __all__ = [
     "Block",

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from usp.models import hf_config, hf_rope
+from usp.models.files import hf_config, hf_rope
 
 _MOST_LAYERS = 10_000  # a damaged file must not make a tree that fills the memory
 

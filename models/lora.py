@@ -20,7 +20,7 @@ from torch import Tensor
 
 from usp.mesh import P, Table, local_slices
 from usp.models.config import LlamaConfig
-from usp.models.hf_names import hf_name
+from usp.models.files.hf_names import hf_name
 from usp.models.params import (
     Leaf,
     Mesh,

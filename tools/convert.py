@@ -4,7 +4,7 @@ import os
 
 import torch
 
-from usp.models.stream import convert_checkpoint
+from usp.models.files.stream import convert_checkpoint
 from usp.tools.config import Convert
 from usp.tools.ranks import start
 

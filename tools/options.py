@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from usp.arena import Arena, available_bytes
-from usp.models.settings import choose_settings
+from usp.models.plan.settings import choose_settings
 from usp.tools.config import Train
 from usp.tools.config_plan import Plan
 from usp.tools.ranks import Ranks

@@ -10,13 +10,13 @@ import torch
 
 from usp import models
 from usp.mesh import TABLES, Table
-from usp.models.local import Local, local
-from usp.models.settings import SPARE, Settings, gib
-from usp.models.textbook import textbook
-from usp.models.traffic import ModelTraffic
-from usp.models.traffic_attention import kv_elements
-from usp.models.traffic_kinds import Traffic
-from usp.models.writer import parse_size
+from usp.models.files.writer import parse_size
+from usp.models.plan.local import Local, local
+from usp.models.plan.settings import SPARE, Settings, gib
+from usp.models.plan.textbook import textbook
+from usp.models.plan.traffic import ModelTraffic
+from usp.models.plan.traffic_attention import kv_elements
+from usp.models.plan.traffic_kinds import Traffic
 from usp.ring import ring_bytes
 from usp.tools.config_plan import Plan
 from usp.tools.options import GIVEN, check_options

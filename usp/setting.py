@@ -24,16 +24,14 @@ def ring_of(
         raise ValueError(f"exchange={exchange!r} must be one of {', '.join(RINGS)}. Choose one of them.")
     if (table is None) != (mesh is None):
         raise ValueError("table and mesh must be given together, got one of them. Pass both or neither.")
-    axes = () if table is None or mesh is None else ring_axes(table, mesh)
-    if not axes:
+    axes = ring_axes(table, mesh) if table is not None and mesh is not None else ()
+    if table is None or mesh is None or not axes:
         if exchange != "auto":
             raise ValueError(
                 f"exchange={exchange!r} must go with a table that leaves attention's sequence sharded, got a "
                 f"whole sequence. Leave it out, or choose another table."
             )
         return Ring()
-    assert table is not None
-    assert mesh is not None
     if len(axes) > 1:
         raise ValueError(
             f"table={table.name!r} must leave one axis larger than 1 on attention's sequence, got {axes}. "

@@ -22,8 +22,9 @@ from usp.mesh import TABLES, MeshLike, Table, placements_of
 from usp.mesh.agree import agree
 from usp.mesh.dtensor import global_stride
 from usp.mesh.tables import WHOLE
-from usp.models import convert, llama
+from usp.models import llama
 from usp.models.config import LlamaConfig
+from usp.models.files import convert
 from usp.models.hf import skeleton
 from usp.models.hf.handed import Handed
 from usp.models.hf.inputs import shard_inputs

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from usp.mesh import Table, local_slices
 from usp.models.config import LlamaConfig
-from usp.models.hf_names import hf_name
+from usp.models.files.hf_names import hf_name
 from usp.models.params import Leaf, Mesh, Params, abstract, map_params, named_leaves, spec_of
 
 

@@ -12,7 +12,7 @@ from tests.models.batches import two_rows
 from usp import reduce_grads, shard_batch, unshard_batch, value_and_grad
 from usp.mesh import TABLES, P, Table, build_mesh, redistribute
 from usp.models import Params, abstract, from_hf, logits, loss, map_params, named_leaves, param_specs
-from usp.models.hf_names import hf_name
+from usp.models.files.hf_names import hf_name
 
 _ULYSSES = TABLES["ulysses"]
 # A scheme of a user's own, no preset: attention and MLP gather the sequence and keep their weights cut over

@@ -127,7 +127,7 @@ class Bench:
 def measure(step: Any, shard: Any, steps: int) -> dict[str, Any]:
     """Steps one after the other, as in training: the host does not wait between them."""
     began = time.perf_counter()
-    step(shard)
+    loss = step(shard)
     torch.cuda.synchronize()
     first = time.perf_counter() - began
     torch.cuda.reset_peak_memory_stats()

@@ -22,7 +22,7 @@ from tests.models.hf.run_engines import (
 from tests.models.tiny import load_hf
 from tests.pool import Pool
 from usp.models import LlamaConfig, from_hf
-from usp.models.hf_names import hf_name
+from usp.models.files.hf_names import hf_name
 from usp.models.lora import LoraConfig, add_lora, init_lora, load_lora
 
 # float64 sums of the same terms in another order, through two layers; five steps of AdamW grow it

@@ -14,10 +14,10 @@ import torch
 
 from usp.mesh.agree import Over, agree, gather_objects, place
 from usp.models.config import LlamaConfig
-from usp.models.hf_files import FORMAT, OWN, read_json, stored_as
-from usp.models.hf_names import EMBED, HEAD, hf_map, is_derived
+from usp.models.files.hf_files import FORMAT, OWN, read_json, stored_as
+from usp.models.files.hf_names import EMBED, HEAD, hf_map, is_derived
+from usp.models.files.reader import Checkpoint, directory, open_checkpoint, shorten, tensor_problems
 from usp.models.params import abstract, named_leaves
-from usp.models.reader import Checkpoint, directory, open_checkpoint, shorten, tensor_problems
 
 _ROWS = 2**20  # elements of the two matrices compared at a time
 

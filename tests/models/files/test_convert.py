@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.models.batches import tokens_of
-from tests.models.files import assert_same_bytes, tensors_of
+from tests.models.files.bytes_of import assert_same_bytes, tensors_of
 from tests.models.tiny import EVERY, hf_model, load_hf, save_hf
 from usp.models import Params, from_hf, init, load, named_leaves, save, to_hf
 from usp.models.config import LlamaConfig
-from usp.models.stream import convert_checkpoint
+from usp.models.files.stream import convert_checkpoint
 
 
 @pytest.mark.parametrize("name", EVERY)

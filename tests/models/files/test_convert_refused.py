@@ -17,8 +17,8 @@ from tests.models.tiny import hf_model, save_hf
 from usp.mesh import TABLES
 from usp.models import from_hf, init, load, save, to_hf
 from usp.models.config import LlamaConfig
-from usp.models.stream import convert_checkpoint
-from usp.models.writer import Entry, parse_size, plan_files
+from usp.models.files.stream import convert_checkpoint
+from usp.models.files.writer import Entry, parse_size, plan_files
 
 CFG = LlamaConfig(vocab_size=11, hidden_size=8, intermediate_size=12, num_layers=1, num_heads=2)
 WQ = "model.layers.0.self_attn.q_proj.weight"
@@ -234,7 +234,7 @@ def test_failing_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
             raise OSError("No space left on device")
         file.write(data)
 
-    monkeypatch.setattr("usp.models.writer.write_all", full_disk)
+    monkeypatch.setattr("usp.models.files.writer.write_all", full_disk)
     with pytest.raises(OSError, match="No space left"):
         to_hf(init(CFG, seed=0), CFG, tmp_path / "deep" / "out", max_shard_size=300)
     assert list((tmp_path / "deep").iterdir()) == []

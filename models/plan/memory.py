@@ -15,12 +15,12 @@ import torch
 from usp.loss import MAX_TILE_ELEMENTS, linear_cross_entropy
 from usp.mesh import Table
 from usp.models.config import LlamaConfig
-from usp.models.local import Local, local
-from usp.models.memory_layer import MLP_LEAVES, LayerBytes
 from usp.models.options import Options
 from usp.models.params import Block, Leaf, abstract
-from usp.models.routes import Room, room
-from usp.models.segments import Segment, segments
+from usp.models.plan.local import Local, local
+from usp.models.plan.memory_layer import MLP_LEAVES, LayerBytes
+from usp.models.plan.routes import Room, room
+from usp.models.plan.segments import Segment, segments
 
 LOSS_TILE: int = signature(linear_cross_entropy).parameters["tile"].default  # tokens
 

@@ -17,13 +17,13 @@ from usp.mesh.plan import COMMUNICATES
 from usp.mesh.spec import Axes
 from usp.models.config import LlamaConfig
 from usp.models.layout import linear_out
-from usp.models.local import Local, local
 from usp.models.options import Options
 from usp.models.params import Block, Leaf, abstract, named_leaves, spec_of
-from usp.models.routes import routes, stages
-from usp.models.segments import segments
-from usp.models.traffic_attention import attention_backward, attention_forward
-from usp.models.traffic_kinds import Traffic
+from usp.models.plan.local import Local, local
+from usp.models.plan.routes import routes, stages
+from usp.models.plan.segments import segments
+from usp.models.plan.traffic_attention import attention_backward, attention_forward
+from usp.models.plan.traffic_kinds import Traffic
 
 
 class Passes(NamedTuple):

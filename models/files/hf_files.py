@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from usp.models.config import LlamaConfig
-from usp.models.hf_names import HEAD, hf_map
-from usp.models.reader import open_checkpoint
-from usp.models.safefile import load_json
+from usp.models.files.hf_names import HEAD, hf_map
+from usp.models.files.reader import open_checkpoint
+from usp.models.files.safefile import load_json
 
 OWN = "usp.json"
 FORMAT = 1

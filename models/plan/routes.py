@@ -9,9 +9,9 @@ from typing import NamedTuple
 from usp.mesh import P
 from usp.mesh.packing import Slot, gathered_axes, make_slot
 from usp.mesh.spec import Axes, local_range
-from usp.models.local import Local
 from usp.models.own_heads import use_spec
 from usp.models.params import Leaf, spec_of
+from usp.models.plan.local import Local
 
 
 class Other(NamedTuple):

@@ -17,8 +17,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from usp.mesh.agree import Over, agree, gather_objects, place
-from usp.models.hf_files import write_json
-from usp.models.safefile import PIECE, bytes_of, make_header
+from usp.models.files.hf_files import write_json
+from usp.models.files.safefile import PIECE, bytes_of, make_header
 from usp.state.files import sync
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

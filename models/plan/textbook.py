@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 
 from usp.mesh.spec import local_range
-from usp.models.local import Local
 from usp.models.params import Block, abstract
-from usp.models.routes import room
+from usp.models.plan.local import Local
+from usp.models.plan.routes import room
 
 
 class Formula(NamedTuple):

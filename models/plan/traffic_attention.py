@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 
 from usp.head_chunks import deal_chunks
-from usp.models.local import Heads, Local, attended
-from usp.models.traffic_kinds import SHIFT, Traffic
+from usp.models.plan.local import Heads, Local, attended
+from usp.models.plan.traffic_kinds import SHIFT, Traffic
 
 Range = tuple[int, int]
 Way = Callable[..., list[Traffic]]

@@ -12,13 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save
+from tests.models.test_config import QWEN, V4
 from torch import Tensor
 
-from tests.models.test_config import QWEN, V4
 from tests.models.tiny import LONG, YARN, hf_model, save_hf
 from usp.models import LlamaConfig, from_hf
-from usp.models.safefile import DTYPES, Damaged, bytes_of, make_header, read_header, read_slice
-from usp.models.stream import convert_checkpoint
+from usp.models.files.safefile import DTYPES, Damaged, bytes_of, make_header, read_header, read_slice
+from usp.models.files.stream import convert_checkpoint
 
 few = settings(
     max_examples=150,

@@ -14,7 +14,7 @@ from functools import cached_property
 
 import torch
 
-from usp.models.local import Local
+from usp.models.plan.local import Local
 
 MLP_LEAVES = ("w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down")
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models.live import step_peak
+from tests.models.plan.live import step_peak
 from usp.mesh import TABLES
 from usp.models import LlamaConfig, choose_settings, longest, training_memory
 
@@ -17,7 +17,7 @@ LLAMA = LlamaConfig(
 )
 TWO = {"dp": 1, "ring": 1, "ulysses": 2}
 GIB = 2**30
-BENCH = Path(__file__).parents[2] / "tools" / "bench" / "results" / "step-2xH200.jsonl"
+BENCH = Path(__file__).parents[3] / "tools" / "bench" / "results" / "step-2xH200.jsonl"
 # Of these later stages the code is today's; before "coalesced", clipping made gradients anew.
 STAGES = ("compiled", "wire", "coalesced", "final")
 

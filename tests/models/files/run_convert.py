@@ -11,8 +11,9 @@ from tests.models.batches import tokens_of
 from usp import Batch, shard_batch, unshard_batch
 from usp.mesh import TABLES, build_mesh, local_slices
 from usp.mesh.agree import agree, gather_objects, place
-from usp.models import from_hf, init, load, logits, named_leaves, param_specs, save, to_hf, writer
-from usp.models.stream import convert_checkpoint
+from usp.models import from_hf, init, load, logits, named_leaves, param_specs, save, to_hf
+from usp.models.files import writer
+from usp.models.files.stream import convert_checkpoint
 
 TABLE = TABLES["ulysses"]
 LENGTHS = ("dynamic rope", "longrope", "qwen2, upper layers")

@@ -10,14 +10,14 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.mesh.test_bundle import counts
 from tests.models.batches import two_rows
-from tests.models.counted import counted, minus, no_grad
+from tests.models.plan.counted import counted, minus, no_grad
 from tests.models.run_model import SCHEMES
 from tests.pool import Pool
 from usp import clip_by_global_norm, reduce_grads, shard_batch, value_and_grad
 from usp.arena import Arena
 from usp.mesh import TABLES, build_mesh, coordinates
 from usp.models import LlamaConfig, init, loss, model_traffic, param_specs
-from usp.models.traffic_kinds import totals
+from usp.models.plan.traffic_kinds import totals
 
 CFG = LlamaConfig(
     vocab_size=101, hidden_size=60, intermediate_size=84, num_layers=3, num_heads=9, num_kv_heads=3,

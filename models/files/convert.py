@@ -13,11 +13,11 @@ from tqdm import tqdm
 from usp.mesh import P, Table, local_shape, local_slices, redistribute
 from usp.mesh.agree import agree, place
 from usp.models.config import LlamaConfig
-from usp.models.hf_files import merged_config, read_source, write_hf_files, write_own_files
-from usp.models.hf_names import hf_map
+from usp.models.files.hf_files import merged_config, read_source, write_hf_files, write_own_files
+from usp.models.files.hf_names import hf_map
+from usp.models.files.source import Source, open_hf, open_own, warn_not_finite
+from usp.models.files.writer import Entry, write_checkpoint
 from usp.models.params import Leaf, Mesh, Params, abstract, map_params, named_leaves, placement, spec_of
-from usp.models.source import Source, open_hf, open_own, warn_not_finite
-from usp.models.writer import Entry, write_checkpoint
 
 
 def from_hf(

@@ -9,21 +9,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.models.files import assert_same_bytes, tensors_of
+from tests.models.files.bytes_of import assert_same_bytes, tensors_of
 from usp.models import LlamaConfig, abstract, from_hf, init, load, named_leaves, to_hf
-from usp.models.hf_files import write_json
-from usp.models.hf_names import hf_name
-from usp.models.safefile import make_header
-from usp.models.source import open_own
-from usp.models.stream import convert_checkpoint
+from usp.models.files.hf_files import write_json
+from usp.models.files.hf_names import hf_name
+from usp.models.files.safefile import make_header
+from usp.models.files.source import open_own
+from usp.models.files.stream import convert_checkpoint
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 MB = 2**20
 MEASURE = """
 import sys
 from pathlib import Path
 import torch
-from usp.models.stream import convert_checkpoint
+from usp.models.files.stream import convert_checkpoint
 
 def kilobytes(key):
     return int(Path("/proc/self/status").read_text().split(key)[1].split()[0])
@@ -36,9 +36,9 @@ print((kilobytes("VmHWM:") - before) * 1024)
 """
 SLOW = """
 import os, sys, time
-import usp.models.writer as writer
-from usp.models.reader import Checkpoint
-from usp.models.stream import convert_checkpoint
+import usp.models.files.writer as writer
+from usp.models.files.reader import Checkpoint
+from usp.models.files.stream import convert_checkpoint
 
 def pause(what):
     print(what, flush=True)

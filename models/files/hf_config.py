@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from usp.models.hf_rope import read_rope, write_rope
+from usp.models.files.hf_rope import read_rope, write_rope
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from usp.mesh.agree import Over, agree
-from usp.models.hf_files import OWN, merged_config, write_hf_files, write_own_files
-from usp.models.hf_names import hf_map
-from usp.models.safefile import DTYPES
-from usp.models.source import Source, open_hf, open_own, warn_not_finite
-from usp.models.writer import Entry, check_new_folder, write_checkpoint
+from usp.models.files.hf_files import OWN, merged_config, write_hf_files, write_own_files
+from usp.models.files.hf_names import hf_map
+from usp.models.files.safefile import DTYPES
+from usp.models.files.source import Source, open_hf, open_own, warn_not_finite
+from usp.models.files.writer import Entry, check_new_folder, write_checkpoint
 
 
 def convert_checkpoint(

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 
 from torch import Tensor
 
-from usp.models.safefile import DTYPES, PIECE, Damaged, Stored, load_json, read_header, read_slice
+from usp.models.files.safefile import DTYPES, PIECE, Damaged, Stored, load_json, read_header, read_slice
 
 _PICKLE = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _SHOWN = 6

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save_file
 
 from tests.models.batches import ONE
-from tests.models.files import assert_same_bytes, tensors_of
-from tests.models.run_convert import LENGTHS, four, logits_of, two
+from tests.models.files.bytes_of import assert_same_bytes, tensors_of
+from tests.models.files.run_convert import LENGTHS, four, logits_of, two
 from tests.models.tiny import hf_model, save_hf
 from tests.ranks import run_ranks
 from usp.models import from_hf, load, named_leaves, save

@@ -1,0 +1,1 @@
+"""What a step sends and holds, foretold without running it; which settings fit."""
