@@ -24,7 +24,9 @@ def ring_of(
         raise ValueError(f"exchange={exchange!r} must be one of {', '.join(RINGS)}. Choose one of them.")
     if (table is None) != (mesh is None):
         raise ValueError("table and mesh must be given together, got one of them. Pass both or neither.")
-    axes = ring_axes(table, mesh) if table is not None and mesh is not None else ()
+    axes: tuple[str, ...] = ()
+    if table is not None and mesh is not None:
+        axes = ring_axes(table, mesh)
     if table is None or mesh is None or not axes:
         if exchange != "auto":
             raise ValueError(

@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save
-from tests.models.test_config import QWEN, V4
 from torch import Tensor
 
+from tests.models.test_config import QWEN, V4
 from tests.models.tiny import LONG, YARN, hf_model, save_hf
 from usp.models import LlamaConfig, from_hf
 from usp.models.files.safefile import DTYPES, Damaged, bytes_of, make_header, read_header, read_slice
