@@ -46,6 +46,10 @@ class Arena:
         self.nbytes += nbytes
         return buffer
 
+    def keep(self, like: Tensor) -> Tensor:
+        """Room for a tensor that is never given back."""
+        return _shaped(self.take(like.nbytes, locked=like.device.type == "cuda"), like)
+
     def give(self, buffers: list[Tensor]) -> None:
         for buffer in buffers:
             self._free.setdefault(buffer.nbytes, []).append(buffer)
@@ -65,8 +69,7 @@ class Lease:
         """Room for a tensor, strides and all: copies are plain, and kernels find it as they left it."""
         buffer = self._arena.take(like.nbytes, locked=like.device.type == "cuda")
         self._buffers.append(buffer)
-        stride = torch.empty_like(like, device="meta").stride()  # its own where it is dense
-        return buffer.view(like.dtype).as_strided(like.shape, stride)
+        return _shaped(buffer, like)
 
 
 @dataclass
@@ -124,6 +127,11 @@ class _StreamCopies:
         with torch.cuda.stream(self._stream):
             t.copy_(host, non_blocking=True)
             return Copied(t, device, self._stream.record_event())
+
+
+def _shaped(buffer: Tensor, like: Tensor) -> Tensor:
+    stride = torch.empty_like(like, device="meta").stride()  # its own where it is dense
+    return buffer.view(like.dtype).as_strided(like.shape, stride)
 
 
 def _lock(buffer: Tensor) -> None:

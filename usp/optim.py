@@ -10,23 +10,33 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from usp.arena import Arena
 from usp.mesh import MeshLike, P, dual, redistribute, replicas
 from usp.mesh.devices import axis_sizes
+from usp.side import Side
+
+_Leaf = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # parameter, gradient, both moments, updates made
 
 
 class AdamWState(NamedTuple):
-    """Moments like the parameters, and the updates made (one scalar per leaf, as torch's kernel wants)."""
+    """Moments like the parameters, and the updates made (one scalar per leaf, as torch's kernel wants).
+
+    Moments on the host of parameters on a GPU visit it one leaf at a time.
+    """
 
     exp_avg: Any
     exp_avg_sq: Any
     steps: Any
 
 
-def adamw_init(params: Any) -> AdamWState:
-    """Zero moments, in the dtype and placement of each parameter."""
+def adamw_init(params: Any, *, arena: Arena | None = None) -> AdamWState:
+    """Zero moments, in the dtype and placement of each parameter; with `arena` in its memory, on the host."""
+
+    def zero(p: Tensor) -> Tensor:
+        return torch.zeros_like(p) if arena is None else arena.keep(p).zero_()
 
     def zeros() -> Any:
-        return pytree.tree_map_only(Tensor, torch.zeros_like, params)
+        return pytree.tree_map_only(Tensor, zero, params)
 
     steps = pytree.tree_map_only(
         Tensor, lambda p: torch.zeros((), dtype=torch.float32, device=p.device), params
@@ -54,26 +64,60 @@ def adamw_update(
     (`reduce_grads`).
     """
     inverse = None if grad_scale is None else grad_scale.float().reciprocal()  # the kernel divides by it
-    # The kernel walks memory, not strides: a transposed gradient would be applied to the wrong entries.
+    options = {"grad_scale": inverse, "beta1": betas[0], "beta2": betas[1], "lr": lr, "eps": eps}
     for decay, chosen in ((weight_decay, _matrices), (0.0, _vectors)):
-        leaves = [
-            chosen(params, tree) for tree in (params, grads, state.exp_avg, state.exp_avg_sq, state.steps)
-        ]
-        if not leaves[0]:
-            continue
-        kept, steps = (*leaves[:1], *leaves[2:4]), leaves[4]
-        grads_c = [g.contiguous() for g in leaves[1]]
-        p, m, v = ([t.contiguous() for t in tensors] for tensors in kept)
-        adamw(
-            p, grads_c, m, v, [], steps,
-            fused=True, grad_scale=inverse, amsgrad=False, maximize=False,
-            beta1=betas[0], beta2=betas[1], lr=lr, weight_decay=decay, eps=eps,
-        )  # fmt: skip
-        for tensors, updated in zip(kept, (p, m, v), strict=True):
-            for tensor, new in zip(tensors, updated, strict=True):
-                if new is not tensor:
-                    tensor.copy_(new)
+        trees = (params, grads, state.exp_avg, state.exp_avg_sq, state.steps)
+        leaves = list(zip(*(chosen(params, tree) for tree in trees), strict=True))
+        away = [leaf for leaf in leaves if _away(leaf)]
+        here = [leaf for leaf in leaves if not _away(leaf)]
+        if here:
+            _update(here, weight_decay=decay, **options)
+        if away:
+            _update_visiting(away, weight_decay=decay, **options)
     return params, state
+
+
+def _away(leaf: _Leaf) -> bool:
+    return leaf[2].device != leaf[0].device
+
+
+def _update(leaves: Sequence[_Leaf], **options: Any) -> None:
+    """Of all leaves at once. The kernel walks memory, not strides: a transposed gradient would be applied to
+    the wrong entries."""
+    grads = [leaf[1].contiguous() for leaf in leaves]
+    kept = [[leaf[place] for leaf in leaves] for place in (0, 2, 3)]
+    p, m, v = ([t.contiguous() for t in tensors] for tensors in kept)
+    steps = [leaf[4] for leaf in leaves]
+    adamw(p, grads, m, v, [], steps, fused=True, amsgrad=False, maximize=False, **options)
+    for tensors, updated in zip(kept, (p, m, v), strict=True):
+        for tensor, new in zip(tensors, updated, strict=True):
+            if new is not tensor:
+                tensor.copy_(new)
+
+
+def _update_visiting(leaves: Sequence[_Leaf], **options: Any) -> None:
+    """Moments come to the parameter's device and go back beside the updates: the next leaf's on their way
+    while this one's are used. The host does not wait; the current stream has them back when this is done."""
+    side = Side(leaves[0][0].device)
+
+    def fetch(leaf: _Leaf) -> tuple[Tensor, Tensor, Any]:
+        m, v = torch.empty_like(leaf[0]), torch.empty_like(leaf[0])
+        with side.run(m, v):
+            m.copy_(leaf[2], non_blocking=True)
+            v.copy_(leaf[3], non_blocking=True)
+        return m, v, side.mark()
+
+    coming = fetch(leaves[0])
+    for place, (p, grad, m_host, v_host, steps) in enumerate(leaves):
+        m, v, mark = coming
+        if place + 1 < len(leaves):
+            coming = fetch(leaves[place + 1])
+        side.join(mark=mark)
+        _update([(p, grad, m, v, steps)], **options)
+        with side.run(m, v):
+            m_host.copy_(m, non_blocking=True)
+            v_host.copy_(v, non_blocking=True)
+    side.join()
 
 
 def _matrices(params: Any, tree: Any) -> list[Tensor]:

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from inspect import signature
+from math import prod
 from typing import NamedTuple, Unpack
 
 import torch
 
 from usp.loss import MAX_TILE_ELEMENTS, linear_cross_entropy
-from usp.mesh import Table
+from usp.mesh import Table, local_shape
 from usp.models.config import LlamaConfig
 from usp.models.options import Options
-from usp.models.params import Block, Leaf, abstract
+from usp.models.params import Block, Leaf, abstract, named_leaves, param_specs
 from usp.models.plan.local import Local, local
 from usp.models.plan.memory_layer import MLP_LEAVES, LayerBytes
 from usp.models.plan.routes import Room, room
@@ -66,13 +67,15 @@ def training_memory(
     rest: torch.dtype = torch.float32,
     accumulate: int = 1,
     clip_copies: bool = False,
+    moments: str = "device",
     **options: Unpack[Options],
 ) -> Memory:
     """Bytes of the rank at coordinates `at` (else the first) in one step with AdamW and clipping.
 
     `batch` rows of `seq_len` tokens are worked on at once, `accumulate` times; parameters, gradients and
     moments are of type `rest`; `options` as for the model. `clip_copies`: whether clipping makes gradients
-    anew (`clip_by_global_norm`), or AdamW scales them as it reads them (`clip_scale`).
+    anew (`clip_by_global_norm`), or AdamW scales them as it reads them (`clip_scale`). `moments`: where they
+    live, "device" or "host" (`adamw_init` with an arena).
     """
     where = local(cfg, table, sizes, batch=batch, seq_len=seq_len, at=at)
     dtype = options.get("dtype") or rest
@@ -84,7 +87,11 @@ def training_memory(
         head_chunks=options.get("head_chunks", 1),
     )
     rooms = _rooms(where)
-    base = {"parameters": rooms.all * rest.itemsize, "moments": 2 * rooms.all * rest.itemsize}
+    base = {"parameters": rooms.all * rest.itemsize}
+    of_moments = 2 * rooms.all * rest.itemsize
+    away = moments == "host"
+    if not away:
+        base["moments"] = of_moments
     if accumulate > 1:
         base["summed gradients"] = rooms.all * rest.itemsize
     tokens = where.tokens(table.tokens)
@@ -100,9 +107,26 @@ def training_memory(
         *_loss(base, layer, kept, rooms, tokens),
         *(_layer(base, layer, kept, rooms, rest, i) for i in kept.heaviest()),
         _embedding(base, layer, rooms, rest, tied=cfg.tie_embeddings),
-        Phase("update", {**base, "gradients": (1 + clip_copies) * rooms.all * rest.itemsize}),
+        Phase(
+            "update",
+            {
+                **base,
+                "gradients": (1 + clip_copies) * rooms.all * rest.itemsize,
+                "moments visiting": away * _visiting(where) * rest.itemsize,
+            },
+        ),
     ]
-    return Memory(tuple(phases), kept.host())
+    return Memory(tuple(phases), kept.host() + away * of_moments)
+
+
+def _visiting(where: Local) -> int:
+    """Elements of both moments of the two largest neighbours: one is used while the next comes."""
+    specs = dict(named_leaves(param_specs(where.cfg, where.table)))
+    leaves = [
+        prod(local_shape(specs[name], leaf.shape, where.sizes, where.at))
+        for name, leaf in named_leaves(abstract(where.cfg))
+    ]
+    return 2 * max(one + two for one, two in zip(leaves, [*leaves[1:], 0], strict=True))
 
 
 def _rooms(where: Local) -> _Rooms:

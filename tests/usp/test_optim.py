@@ -11,7 +11,8 @@ from torch import Tensor
 from tests.mesh.cases import Sizes, mesh_of, outside
 from tests.pool import Pool
 from tests.usp.dense import normal
-from usp import adamw_init, adamw_update, clip_by_global_norm, global_norm, reduce_grads
+from usp import adamw_init, adamw_update, clip_by_global_norm, global_norm, optim, reduce_grads
+from usp.arena import Arena
 from usp.mesh import P, coordinates, dual, local_slices, replicas
 
 ONE = {"dp": 1, "ring": 1, "ulysses": 1}
@@ -53,6 +54,25 @@ def test_steps_equal_torch(dtype: torch.dtype) -> None:
         assert torch.equal(m, kept["exp_avg"])
         assert torch.equal(v, kept["exp_avg_sq"])
         assert n.item() == 5
+
+
+def test_moments_that_visit_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same updates to the bit; each moment stays in the memory it was given."""
+    kept, arena = tree(1), Arena()
+    visiting = copy.deepcopy(kept)
+    state, away = adamw_init(kept), adamw_init(visiting, arena=arena)
+    places = [t.data_ptr() for t in tensors(away.exp_avg) + tensors(away.exp_avg_sq)]
+    assert arena.nbytes == 2 * sum(p.nbytes for p in tensors(kept))
+    for step in range(3):
+        grads = tree(10 * step)
+        scale = torch.tensor(0.5)
+        adamw_update(kept, copy.deepcopy(grads), state, weight_decay=0.3, grad_scale=scale, **OPTIONS)
+        with monkeypatch.context() as patch:  # on a CPU no moment is away
+            patch.setattr(optim, "_away", lambda leaf: True)
+            adamw_update(visiting, grads, away, weight_decay=0.3, grad_scale=scale, **OPTIONS)
+    for a, b in zip(tensors((kept, *state)), tensors((visiting, *away)), strict=True):
+        assert torch.equal(a, b)
+    assert places == [t.data_ptr() for t in tensors(away.exp_avg) + tensors(away.exp_avg_sq)]
 
 
 def test_one_step_equals_the_formula() -> None:
