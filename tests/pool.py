@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+
+from tests.forked import forked
 
 
 def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
@@ -57,7 +58,7 @@ class Pool:
         return [results[rank] for rank in range(self.world_size)]
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
+        context = forked()
         self._folder = tempfile.TemporaryDirectory()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+
+from tests.forked import forked
 
 
 def _child(
@@ -47,7 +48,7 @@ def run_ranks(
     ranks still running after `timeout` seconds, or after another one failed, are killed.
     """
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.get_context("spawn")
+        context = forked()
         children = [
             context.Process(target=_child, args=(rank, world_size, folder, backend, fn, args), daemon=True)
             for rank in range(world_size)

@@ -2,13 +2,14 @@
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from tests.tools.warm import Job, run_warm
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = "A sequence is cut over ranks; heads are exchanged. Größe, 長さ, 🙂.\n"
@@ -88,19 +89,14 @@ def environment() -> dict[str, str]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """run(*words, ranks=1): `python -m words` or, with ranks > 1, `torchrun -m words`."""
+    """run(*words, ranks=1): `python -m words` or, with ranks > 1, `torchrun -m words`, from a warm start."""
 
     def go(
         *words: str, ranks: int = 1, logs: Path | None = None, restarts: int = 0
     ) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable]
-        if ranks > 1:
-            command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-            command += ["--max-restarts", str(restarts)]
-            command += ["--log-dir", str(logs), "--redirects", "3"] if logs else []
-        command += ["-m", *words]
-        return subprocess.run(
-            command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240, check=False
-        )
+        said = tmp_path / f"said-{len(list(tmp_path.glob('said-*')))}"
+        said.mkdir()
+        job = Job(words, 0 if ranks == 1 else ranks, restarts, logs, tmp_path, environment(), said)
+        return run_warm(job, timeout=240)
 
     return go

@@ -1,24 +1,15 @@
 """TRL's SFTTrainer with the sequence cut: the curve of TRL's own on one process."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.models.hf.conftest import ForkedPool
 from tests.models.hf.run_sft import config, conversations, cut, on_rank, plain, tokenizer
 from tests.models.hf.test_trainer import TOLERANCE
 from tests.pool import Pool
 from usp.models.hf.sft import SequenceParallelSFTTrainer
 from usp.models.hf.trainer import SequenceParallelConfig
-
-
-@pytest.fixture(scope="module")
-def two_with_trl() -> Iterator[Pool]:
-    pool = ForkedPool(2, "tests.models.hf.run_sft")
-    yield pool
-    pool.stop()
 
 
 def assert_same(got: list[dict[str, float]], want: list[dict[str, float]], what: Any) -> None:
@@ -35,23 +26,23 @@ RUNS = [
 ]
 
 
-def test_prompts_and_completions(two_with_trl: Pool, tmp_path: Path) -> None:
+def test_prompts_and_completions(two: Pool, tmp_path: Path) -> None:
     # cases H4, H5, H28, H70: TRL's documented configurations with a cut sequence
     want = plain(tmp_path / "plain")
     for index, run in enumerate(RUNS):
         out = tmp_path / str(index)
         out.mkdir()
-        (got, evaluated), (_, other) = two_with_trl.run(on_rank, out, *run)
+        (got, evaluated), (_, other) = two.run(on_rank, out, *run)
         assert_same(got, want, run)
         assert evaluated == other
 
 
-def test_packing(two_with_trl: Pool, tmp_path: Path) -> None:
+def test_packing(two: Pool, tmp_path: Path) -> None:
     """Packed rows: two ranks as one, whose padded curve the test above compares with TRL's own."""
     packed = {"packing": True, "max_length": 40, "per_device_train_batch_size": 1}
     want, evaluated = cut(tmp_path / "one", 1, "usp", "plain", packed)
     (tmp_path / "two").mkdir()
-    got, value = two_with_trl.run(on_rank, tmp_path / "two", 2, "ulysses", "plain", packed)[0]
+    got, value = two.run(on_rank, tmp_path / "two", 2, "ulysses", "plain", packed)[0]
     assert_same(got, want, "packed")
     assert abs(value - evaluated) <= TOLERANCE * evaluated
 
