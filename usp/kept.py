@@ -18,15 +18,16 @@ class Kept:
     recorded tensors when the scan runs the block again; the function is not called then. A block must make
     the same calls in every run. What is recorded belongs to what the scan saves (or offloads); it is never
     differentiated: record where the derivative is written by hand, inside an autograd.Function's forward.
+    recording=False: every run computes everything.
     """
 
-    def __init__(self, *, value_unused: bool = False) -> None:
+    def __init__(self, *, recording: bool = True, value_unused: bool = False) -> None:
         self.tensors: list[Tensor] = []
         self.trees: list[tuple[pytree.TreeSpec, tuple[Any, ...]]] = []
         self.value_unused = value_unused
         """True in the run that only prepares the gradient: the value that the block returns is not read, so
         what is only added to it need not be computed (its gradient must still flow)."""
-        self._replaying = False
+        self._recording, self._replaying = recording, False
         self._calls = self._place = 0
 
     @classmethod
@@ -48,6 +49,8 @@ class Kept:
 
     def get(self, compute: Callable[[], T]) -> T:
         """`compute()`, a pytree of tensors and other values, or what it returned in the forward pass."""
+        if not self._recording:
+            return compute()
         if not self._replaying:
             value = compute()
             leaves, spec = pytree.tree_flatten(value)

@@ -162,16 +162,26 @@ def global_norm(grads: Any, specs: Any, mesh: MeshLike) -> Tensor:
 def local_norms(grads: Any) -> list[Tensor]:
     """2-norm of this rank's part of each gradient, in float32 or wider. Does not communicate."""
     leaves = [g for g in pytree.tree_leaves(grads) if isinstance(g, Tensor)]
-    return [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in leaves]
+    norms: dict[int, Tensor] = {}
+    for dtype in {g.dtype for g in leaves}:  # of many at once: a leaf of its own is a launch of its own
+        places = [i for i, g in enumerate(leaves) if g.dtype == dtype]
+        wide = torch.promote_types(dtype, torch.float32)
+        found = torch._foreach_norm([leaves[i] for i in places], 2, wide)
+        norms.update(zip(places, found, strict=True))
+    return [norms[i] for i in range(len(leaves))]
 
 
 def norm_of_all(norms: Sequence[Tensor], specs: Sequence[P], mesh: MeshLike) -> Tensor:
     """`global_norm` of the gradients that have these `local_norms`; `specs`: where each lies."""
     if not norms:
         raise ValueError("grads must hold at least one tensor, got none. Pass the tree from value_and_grad.")
-    total = norms[0].square() / replicas(specs[0], mesh)
-    for norm, spec in zip(norms[1:], specs[1:], strict=True):
-        total = total + (norm.square() / replicas(spec, mesh)).to(total.dtype)
+    alike: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+    for norm, spec in zip(norms, specs, strict=True):
+        alike.setdefault((replicas(spec, mesh), norm.dtype), []).append(norm)
+    parts = [torch.stack(group).square().sum() / count for (count, _), group in alike.items()]
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
     everything = P(partial=tuple(axis_sizes(mesh)))
     return redistribute(total, everything, P(), mesh).sqrt()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -42,9 +43,10 @@ def scan(
     remat="none" keeps what autograd keeps, and allows any transform (inside one reverse-mode transform alone
     each block keeps its own graph, which may be compiled, for one backward). "full" keeps each block's input
     and runs the block again in the backward; "attention" too, but calls the block with `kept=`, a
-    `usp.kept.Kept`, whose results are kept as well and not computed again. One name for all layers, or one
-    per layer. group=k keeps only every k-th layer's input and runs a group forward once more to find the
-    others (Chen et al., arXiv 1604.06174, applied twice).
+    `usp.kept.Kept`, whose results are kept as well and not computed again ("full" hands one that records
+    nothing to a block that has such a parameter: it says when the value is not read). One name for all
+    layers, or one per layer. group=k keeps only every k-th layer's input and runs a group forward once more
+    to find the others (Chen et al., arXiv 1604.06174, applied twice).
     offload="host" keeps all this in the page-locked buffers of `arena`, copied on a stream of their own, and
     allows one backward per forward. Re-runs see the autocast state and random numbers of the first run.
 
@@ -91,6 +93,7 @@ def _segment(
     stored = remat == "none" and not tracing and one_gradient() and not needs_grad(held(block))
     if remat != "none" and not tracing:
         check_no_grad("block", held(block))
+    takes_kept = "kept" in signature(block).parameters
     if compile is not None:
         if func and remat == "none" and not stored:
             raise ValueError(
@@ -109,7 +112,8 @@ def _segment(
         block=block,
         trees=[tree for _, tree in flat],
         num_leaves=[len(one) for one, _ in flat],
-        with_kept=remat == "attention",
+        with_kept=remat == "attention" or (remat == "full" and takes_kept),
+        recording=remat == "attention",
         group=group,
         gather=gather,
         memory=memory,

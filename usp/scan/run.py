@@ -52,6 +52,9 @@ class Run:
     trees: list[pytree.TreeSpec]
     num_leaves: list[int]
     with_kept: bool
+    """Whether the block takes `kept`."""
+    recording: bool
+    """Whether what it keeps is remembered."""
     group: int
     gather: Gather | None
     memory: Memory
@@ -75,7 +78,7 @@ class Run:
             if keep:
                 self.random.append(Random(self.device))
                 self.memory.put_input(i, x if i % self.group == 0 else None)
-            version, kept = x._version, Kept()
+            version, kept = x._version, Kept(recording=self.recording)
             y = self.call(i, x, leaves, consts, kept)
             del leaves  # before the next layer's are unpacked
             if x._version != version and keep:
@@ -109,7 +112,10 @@ class Run:
             if with_input:
                 assert stored is not None
                 inputs[i] = stored
-            kept = Kept.replay(results, self.kept_trees[i], value_unused=is_last)
+            if self.recording:
+                kept = Kept.replay(results, self.kept_trees[i], value_unused=is_last)
+            else:
+                kept = Kept(recording=False, value_unused=is_last)
             if not is_last:  # a group's forward, to find the inputs of its layers
                 with torch.no_grad(), self.random[i].replayed(), self.autocast.entered():
                     inputs[i + 1] = self.call(i, inputs[i], leaves, consts, kept)

@@ -1,0 +1,43 @@
+"""What noise cannot hide: kernels, copies and waits of the host in one layer of a step, on two ranks."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models.run_guards import COPIES, WAITS, per_layer
+from tests.pool import Pool
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Pool]:
+    pool = Pool(2)
+    yield pool
+    pool.stop()
+
+
+NARROW: dict[str, Any] = {"dtype": torch.bfloat16, "kernel": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("options", "launches", "copies"),
+    [
+        ({"remat": "none"}, 143, 46),
+        ({"remat": "attention"}, 192, 63),
+        ({"remat": "full"}, 196, 66),
+    ],
+    ids=str,
+)
+def test_of_one_layer(options: dict[str, Any], launches: int, copies: int, two: Pool) -> None:
+    """Forward, backward and update, nothing fused. The numbers may fall; one that rises wants a reason."""
+    for found in two.run(per_layer, {**NARROW, **options}):
+        layer = found["layer"]
+        said = dict(layer.most_common())
+        assert [layer[name] + found["step"][name] for name in WAITS] == [0] * len(WAITS)
+        assert (
+            layer["mm"] + layer["addmm"] + layer["bmm"]
+            == {"none": 21, "attention": 27, "full": 27}[options["remat"]]
+        ), said
+        assert sum(layer.values()) <= launches, said
+        assert sum(layer[name] for name in COPIES) <= copies, said
