@@ -11,13 +11,16 @@ from usp.arena import Arena
 from usp.data import Shard
 from usp.head_chunks import deal_chunks
 from usp.heads import trading_axis
-from usp.kernels import KERNELS
+from usp.kernels import KERNELS, PACKED, WINDOW, choose
 from usp.mesh import Table, axis_sizes
 from usp.models.config import LlamaConfig
 from usp.models.layout import check_layout
 from usp.models.own_heads import ways
 from usp.models.params import Mesh, Params
 from usp.scan.api import check_settings
+
+_IDS = (torch.int64,)
+_WHOLE = (torch.int64, torch.int32)
 
 
 class Options(TypedDict, total=False):
@@ -37,19 +40,32 @@ class Options(TypedDict, total=False):
 def check_options(
     params: Params, shard: Shard, cfg: LlamaConfig, *, table: Table, mesh: Mesh, options: Options
 ) -> None:
-    """ValueError, on every rank alike and before any communication, for what does not exist or fit."""
+    """ValueError, on every rank alike and before any communication, for what does not exist or fit.
+
+    Reads no value of a tensor, so that nothing waits for a GPU: ids were looked at when the batch was cut.
+    """
     check_layout(cfg, mesh=mesh, table=table, seq_len=shard.seq_len)
-    unknown = sorted(set(options) - set(Options.__annotations__))
-    if unknown:
-        known = ", ".join(Options.__annotations__)
-        raise ValueError(f"option {unknown[0]!r} must be one of {known}. Correct its name.")
     if len(params.layers) != cfg.num_layers:
         raise ValueError(
             f"num_layers={cfg.num_layers} must be that of the parameters, got {len(params.layers)} layers. "
             f"Pass the configuration that they were made with."
         )
+    _check_shard(params, shard, cfg)
     if torch.is_autocast_enabled(shard.tokens.device.type):
         raise ValueError("autocast must be off, got it on. Pass dtype=torch.bfloat16 to compute in it.")
+    check_how(cfg, table=table, mesh=mesh, options=options)
+    check_kernel(
+        options.get("kernel", "auto"), cfg, device=shard.tokens.device,
+        dtype=options.get("dtype") or params.embed.dtype, seq_len=shard.seq_len, packed=shard.packed,
+    )  # fmt: skip
+
+
+def check_how(cfg: LlamaConfig, *, table: Table, mesh: Mesh, options: Options) -> None:
+    """ValueError for options that do not exist, have no effect or do not go together; needs no data."""
+    unknown = sorted(set(options) - set(Options.__annotations__))
+    if unknown:
+        known = ", ".join(Options.__annotations__)
+        raise ValueError(f"option {unknown[0]!r} must be one of {known}. Correct its name.")
     remat = options.get("remat", "none")
     check_settings(
         remat, options.get("group", 1), options.get("offload", "none"), options.get("arena"), cfg.num_layers
@@ -57,15 +73,49 @@ def check_options(
     tile, kernel = options.get("mlp_tile"), options.get("kernel", "auto")
     if tile is not None and (not _whole(tile) or tile < 1):
         raise ValueError(f"mlp_tile={tile} must be a whole number of at least 1. Leave it out for no tiles.")
-    if kernel not in (*KERNELS, "auto", "reference"):
-        raise ValueError(
-            f"kernel={kernel!r} must be one of auto, {', '.join(KERNELS)}, reference. Choose one."
-        )
     _check_chunks(options.get("head_chunks", 1), cfg, table, mesh)
     if kernel == "reference" and (options.get("head_chunks", 1) != 1 or "attention" in remat):
         raise ValueError(
             f"kernel='reference' must come without head_chunks and remat='attention', as it keeps nothing, "
             f"got head_chunks={options.get('head_chunks', 1)}, remat={remat!r}. Use kernel='tiled'."
+        )
+
+
+def check_kernel(
+    kernel: str, cfg: LlamaConfig, *, device: torch.device, dtype: torch.dtype, seq_len: int, packed: bool
+) -> None:
+    """ValueError for an attention kernel that does not exist, or cannot run every layer of this model.
+
+    `packed`: whether any rank's rows hold documents of unequal length, see `usp.Shard`.
+    """
+    if kernel not in (*KERNELS, "auto", "reference"):
+        raise ValueError(
+            f"kernel={kernel!r} must be one of auto, {', '.join(KERNELS)}, reference. Choose one."
+        )
+    if kernel == "reference":
+        return
+    windowed = any(window is not None and window < seq_len for window in cfg.windows)
+    wanted = [name for name, needed in ((PACKED, packed), (WINDOW, windowed)) if needed]
+    choose(kernel, device=device, dtype=dtype, size=cfg.head_dim, v_size=cfg.head_dim, features=wanted)
+
+
+def _check_shard(params: Params, shard: Shard, cfg: LlamaConfig) -> None:
+    tokens = shard.tokens
+    if shard.num_ids > cfg.vocab_size:
+        raise ValueError(
+            f"token id={shard.num_ids - 1} must be below the model's vocabulary, got vocab_size="
+            f"{cfg.vocab_size}. Use the tokenizer that belongs to the model, or correct the labels."
+        )
+    for name, like, kinds in (("labels", shard.labels, _IDS), ("positions", shard.positions, _WHOLE)):
+        if like.shape != tokens.shape or like.dtype not in kinds or like.device != tokens.device:
+            raise ValueError(
+                f"{name}={tuple(like.shape)} {like.dtype} on {like.device} must be {kinds[0]} like the "
+                f"tokens, got tokens={tuple(tokens.shape)} on {tokens.device}. Take what shard_batch made."
+            )
+    if tokens.device != params.embed.device:
+        raise ValueError(
+            f"tokens on device={tokens.device} must be where the parameters are, got {params.embed.device}. "
+            f"Pass device= to shard_batch."
         )
 
 

@@ -1,6 +1,7 @@
 """Rotary positions in Hugging Face's half-split order.
 
 Frequencies are computed as Transformers computes them, operation by operation, so that they agree bit by bit.
+What is known from the configuration alone is computed on the host, which does not wait for a GPU to have it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from usp.host import sent
 from usp.models.config import LlamaConfig
 
 _BETA_FAST, _BETA_SLOW = 32, 1  # proposed in the YaRN paper, used where a config names none
@@ -19,7 +21,7 @@ def inverse_frequencies(
     cfg: LlamaConfig, *, seq_len: int | None = None, device: torch.device | str = "cpu"
 ) -> Tensor:
     """[H/2] float32, radians per token. `seq_len`: the global length, for the types that depend on it."""
-    rope, theta = cfg.rope, cfg.rope_theta
+    rope, theta, device = cfg.rope, cfg.rope_theta, torch.device(device)
     exponent = torch.arange(0, cfg.head_dim, 2, dtype=torch.int64, device=device).float() / cfg.head_dim
     if rope.rope_type == "default":
         return 1.0 / (theta**exponent)
@@ -38,7 +40,7 @@ def inverse_frequencies(
         return 1.0 / (_dynamic_base(cfg, seq_len) ** exponent)
     assert rope.rope_type == "longrope", rope
     factors = rope.long_factor if seq_len > rope.original_max_position else rope.short_factor
-    return 1.0 / (torch.tensor(factors, dtype=torch.float32, device=device) * theta**exponent)
+    return 1.0 / (sent(torch.tensor(factors, dtype=torch.float32), device) * theta**exponent)
 
 
 def _dynamic_base(cfg: LlamaConfig, seq_len: int) -> float | Tensor:
@@ -81,8 +83,8 @@ def _yarn(powers: Tensor, cfg: LlamaConfig) -> Tensor:
     low, high = max(low, 0), min(high, dim - 1)
     if low == high:
         high += 0.001  # no division by zero
-    ramp = ((torch.arange(half, dtype=torch.float32) - low) / (high - low)).clamp(0, 1).to(powers.device)
-    kept = 1 - ramp
+    ramp = ((torch.arange(half, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    kept = 1 - sent(ramp, powers.device)
     return 1.0 / (_factor(cfg) * powers) * (1 - kept) + 1.0 / powers * kept
 
 
@@ -123,6 +125,10 @@ def rope_cos_sin(
     longrope need it, and raise ValueError without. Angles are float32 whatever the dtype: that rounding is
     part of how these models were trained.
     """
+    if positions.dtype not in (torch.int64, torch.int32):
+        raise ValueError(
+            f"positions={positions.dtype} must be whole numbers, int64 or int32. Take what shard_batch made."
+        )
     angle = positions[..., None].float() * inverse_frequencies(cfg, seq_len=seq_len, device=positions.device)
     angle = torch.cat((angle, angle), dim=-1)[..., None, :]
     scale = attention_scale(cfg)

@@ -1,6 +1,7 @@
 """Evaluation: `torchrun --nproc-per-node 2 -m usp.tools.eval --model DIR --data PATH --seq-len N ...`."""
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import islice
@@ -16,7 +17,7 @@ from usp.tools import text
 from usp.tools.cli import parse
 from usp.tools.config_eval import Eval
 from usp.tools.ranks import Ranks, on_ranks
-from usp.tools.setup import check_axes, read_model_config
+from usp.tools.setup import check_axes, check_timeout, read_model_config
 
 
 def check(cfg: Eval, world: int) -> None:
@@ -25,6 +26,7 @@ def check(cfg: Eval, world: int) -> None:
         value = getattr(cfg, name)
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} must be at least 1. Change --{name.replace('_', '-')}.")
+    check_timeout(cfg.timeout)
     check_world_size(world, dp=cfg.dp, ring=cfg.ring, ulysses=cfg.ulysses)
     if cfg.table not in TABLES:
         raise ValueError(f"table={cfg.table} must be one of {', '.join(sorted(TABLES))}. Change --table.")
@@ -83,7 +85,9 @@ def report(cfg: Eval, found: models.Evaluation) -> None:
     print(f"loss {found.loss:.6f}, perplexity {found.perplexity:.4f}, {found.num_tokens} tokens", flush=True)
     if cfg.out is not None:
         cfg.out.parent.mkdir(parents=True, exist_ok=True)
-        cfg.out.write_text(json.dumps({**result, "seq_len": cfg.seq_len}) + "\n", encoding="utf-8")
+        fresh = cfg.out.with_name(f".{cfg.out.name}.{os.getpid()}.tmp")
+        fresh.write_text(json.dumps({**result, "seq_len": cfg.seq_len}) + "\n", encoding="utf-8")
+        os.replace(fresh, cfg.out)
 
 
 def main(args: Sequence[str] | None = None, *, prog: str = "python -m usp.tools.eval") -> None:

@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from usp.tools.config import Train
 from usp.tools.ranks import Ranks
 
 FILE = "config.json"
-PART = 2**16  # bytes looked at, at the start and at the end of each file of weights
+WHOLE = 2**26  # bytes of a file of weights that is looked at as a whole
+BLOCKS, BLOCK, PART = 2048, 2**14, 2**20  # of a larger one: so many blocks of so many bytes, start and end
 PER_RANK = ("model", "data")  # paths, which may differ between machines; what is in them may not
 SAME_RUN = ("seq_len", "lr", "warmup", "weight_decay", "max_norm", "seed")
 Facts = dict[str, Any]
@@ -37,7 +38,12 @@ def content(cfg: Train, data: text.Packed) -> Facts:
 
 
 def _digest(folder: Path) -> str:
-    """Of config.json and the index as a whole; of each file of weights its name, size, start and end."""
+    """Of config.json, the index and every file of weights up to `WHOLE` bytes as a whole.
+
+    Of a larger file name, size, start, end and `BLOCKS` evenly spaced blocks, so that it takes no longer than
+    a small one. That misses a change which lies between two blocks: shorter than size / `BLOCKS`, 2.4 MB of
+    5 GB, such as that of a norm or of some rows of a matrix.
+    """
     found = hashlib.sha256()
     for path in sorted(folder.iterdir()):
         whole = path.name == FILE or path.name.endswith(".index.json")
@@ -46,10 +52,22 @@ def _digest(folder: Path) -> str:
         size = path.stat().st_size
         found.update(f"{path.name} {size}".encode())
         with open(path, "rb") as file:
-            found.update(file.read(size if whole else PART))
-            file.seek(max(0, size - PART))
-            found.update(file.read(PART))
+            if whole or size <= WHOLE:
+                while part := file.read(PART):
+                    found.update(part)
+                continue
+            for start, length in _blocks(size):
+                file.seek(start)
+                found.update(file.read(length))
     return found.hexdigest()[:16]
+
+
+def _blocks(size: int) -> Iterator[tuple[int, int]]:
+    """Start and length of what is read of a large file."""
+    yield 0, PART  # names, shapes and the first tensors
+    for index in range(BLOCKS):
+        yield PART + index * (size - 2 * PART - BLOCK) // (BLOCKS - 1), BLOCK
+    yield size - PART, PART
 
 
 def same_everywhere(ranks: Ranks, mine: Facts) -> None:

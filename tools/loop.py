@@ -27,7 +27,6 @@ from usp.state import Saver
 from usp.tools import text
 from usp.tools.config import Train
 from usp.tools.metrics import Metrics, peak_memory_gb
-from usp.tools.options import step_options
 from usp.tools.ranks import Ranks
 from usp.tools.resume import State, save
 from usp.tools.setup import Mesh, Setup
@@ -89,19 +88,27 @@ class Waiting(NamedTuple):
 
 
 def run_steps(
-    cfg: Train, setup: Setup, state: State, mesh: Mesh, ranks: Ranks, saver: Saver, stop: Stop
+    cfg: Train,
+    setup: Setup,
+    state: State,
+    mesh: Mesh,
+    ranks: Ranks,
+    saver: Saver,
+    stop: Stop,
+    options: Mapping[str, Any],
 ) -> State:
     """Up to the last step, or the one after which all ranks agree to stop, with everything saved by then.
 
-    Rank 0 shows a bar and writes metrics; the host waits for a GPU only where it logs or saves.
+    `options`: keyword arguments of `models.loss`. Rank 0 shows a bar and writes metrics; the host waits for a
+    GPU only where it logs or saves.
     """
-    options = step_options(cfg, setup, ranks)
     step_fn = make_step(cfg, setup, mesh, ranks.device, options)
     batches = setup.data.batches(setup.num_rows, start=state.step)
     metrics = ranks.checked(lambda: Metrics(cfg.out, after=state.step) if ranks.first else None)
     bar = tqdm(total=cfg.steps, initial=state.step, unit="step", disable=not ranks.first)
     waiting: list[Waiting] = []
-    began, skipped, stopping = time.perf_counter(), 0, False
+    stop.ask()
+    began, skipped, stopping = time.perf_counter(), 0, stop.agreed()
     try:
         while state.step < cfg.steps and not stopping:
             step = state.step + 1

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
-from usp.arena import Arena, available_bytes
-from usp.models.plan.settings import choose_settings
+from usp.arena import Arena
+from usp.host import Room, rooms
+from usp.mesh import axis_sizes, coordinates
+from usp.models.options import check_how
+from usp.models.plan.memory import training_memory
+from usp.models.plan.settings import choose_settings, gib
 from usp.tools.config import Train
 from usp.tools.config_plan import Plan
 from usp.tools.ranks import Ranks
-from usp.tools.setup import Setup
+from usp.tools.setup import Mesh, Setup
 
+SPARE = 0.1  # of the host's memory
 GIVEN = {"group": 1, "offload": "none", "mlp_tile": None, "head_chunks": 1}
 
 
@@ -38,27 +44,59 @@ def check_options(cfg: Train | Plan) -> None:
         )
 
 
-def step_options(cfg: Train, setup: Setup, ranks: Ranks) -> dict[str, Any]:
+def step_options(cfg: Train, setup: Setup, mesh: Mesh, ranks: Ranks) -> dict[str, Any]:
     """Keyword arguments of `models.loss`, the same on every rank. Raises ValueError when nothing fits.
 
     remat=auto: on a GPU the first settings, in order of what they cost in time, that fit the smallest rank's
-    memory; on the CPU, where memory is not the limit, each layer is computed again.
+    memory; on the CPU, where memory is not the limit, each layer is computed again. What goes to the host
+    must fit there: that of all ranks of one machine, and of all those of one control group with a limit.
     """
     cuda = ranks.device.type == "cuda"
     compiled = cuda if cfg.compile == "auto" else cfg.compile == "on"
     options: dict[str, Any] = {name: getattr(cfg, name) for name in ("remat", *GIVEN)}
     options |= {"kernel": cfg.kernel, "dtype": setup.dtype, "compile": compiled}
+    asked = cfg.offload == "host" or (cfg.remat == "auto" and cuda)
+    shared = ranks.exchange(rooms()) if asked else []  # by rank
     if cfg.remat == "auto":
-        options |= _chosen(cfg, setup, ranks, compiled) if cuda else {"remat": "full"}
+        options |= _chosen(cfg, setup, ranks, compiled, shared) if cuda else {"remat": "full"}
     options["arena"] = Arena() if options["offload"] == "host" else None
+    how = partial(check_how, setup.model, table=setup.table, mesh=mesh, options=options)  # type: ignore[arg-type]
+    ranks.checked(how)
+    if options["offload"] == "host":
+        need = ranks.exchange(ranks.checked(partial(_host_bytes, cfg, setup, mesh, options)))
+        ranks.checked(partial(check_host, shared, need))
     return options
 
 
-def _chosen(cfg: Train, setup: Setup, ranks: Ranks, compiled: bool) -> dict[str, Any]:
-    on_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+def check_host(shared: list[list[Room]], need: list[int]) -> None:
+    """ValueError when the ranks that share some memory will together need more of it than there is."""
+    for name in dict.fromkeys(room.name for mine in shared for room in mine):
+        free = min(room.free for mine in shared for room in mine if room.name == name)
+        there = [rank for rank, mine in enumerate(shared) if name in (room.name for room in mine)]
+        total = sum(need[rank] for rank in there)
+        if total > free * (1 - SPARE):
+            raise ValueError(
+                f"offload=host must fit nine tenths of the host memory that is left, got {gib(total)} to "
+                f"keep of {gib(free)} for ranks {there[0]} to {there[-1]}, which share it. Use more "
+                f"machines, a shorter --seq-len, a larger --group, --remat full, or no --offload."
+            )
+
+
+def _host_bytes(cfg: Train, setup: Setup, mesh: Mesh, options: Mapping[str, Any]) -> int:
+    """What this rank's step keeps on the host."""
+    known = {name: value for name, value in options.items() if name != "arena"}
+    memory = training_memory(
+        setup.model, setup.table, axis_sizes(mesh), at=coordinates(mesh), seq_len=cfg.seq_len,
+        batch=setup.num_rows // cfg.accumulate, accumulate=cfg.accumulate, **known,
+    )  # fmt: skip
+    return memory.host
+
+
+def _chosen(
+    cfg: Train, setup: Setup, ranks: Ranks, compiled: bool, shared: list[list[Room]]
+) -> dict[str, Any]:
     gpu = torch.cuda.get_device_properties(ranks.device).total_memory
-    found = ranks.exchange((gpu, (available_bytes() or 0) // on_host))
-    gpu_bytes, host_bytes = (min(sizes) for sizes in zip(*found, strict=True))
+    gpu_bytes, host_bytes = min(ranks.exchange(gpu)), host_share(shared)
     sizes = {"dp": cfg.dp, "ring": cfg.ring, "ulysses": cfg.ulysses}
     settings = ranks.checked(
         lambda: choose_settings(
@@ -71,3 +109,10 @@ def _chosen(cfg: Train, setup: Setup, ranks: Ranks, compiled: bool) -> dict[str,
         chosen = f"chosen for {gpu_bytes / 2**30:.0f} GiB a GPU: {settings.describe()}"
         print(chosen, *settings.reasons, sep="\n  ", flush=True)
     return settings.options()
+
+
+def host_share(shared: list[list[Room]]) -> int:
+    """Host memory that every rank can have, a tenth left alone; 0 where none is known."""
+    names = [room.name for mine in shared for room in mine]
+    shares = [room.free // names.count(room.name) for mine in shared for room in mine]
+    return int(min(shares, default=0) * (1 - SPARE))

@@ -16,11 +16,12 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from usp.mesh.agree import agree, gather_objects
-from usp.tools.watch import Watch
+from usp.tools.watch import TOLD, Watch, end_at_once
 
 T = TypeVar("T")
 JOIN = 600  # seconds within which all ranks must have started
 MAX_NAMED = 8  # ranks in one message
+MOST_SECONDS = 10**7  # that a timer can be set to, some months
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,8 @@ class Ranks:
         else:
             time.sleep(0.2 * min(self.rank, 5))
             told, silent, busy = self.watch.others()
+            if TOLD in told.values():
+                end_at_once()
             news = [f"rank {rank} ended: {text}" for rank, text in told.items()]
             news += [f"rank {rank} is not heard from any more" for rank in silent]
             if not news:  # all live: whoever is stuck says so itself when its own limit comes
@@ -197,6 +200,11 @@ def has_device(device: torch.device) -> None:
         )
 
 
+def can_wait(timeout: float) -> bool:
+    """Whether a time limit can be that many seconds."""
+    return 1 <= timeout <= MOST_SECONDS
+
+
 class Timed(Protocol):
     """Options that say how long ranks wait for each other."""
 
@@ -218,7 +226,7 @@ def on_ranks(cfg: C | None, refused: SystemExit | None, work: Callable[[C, Ranks
             raise refused or SystemExit(1)
         return cfg
 
-    ranks = start(cfg.timeout) if cfg is not None and cfg.timeout >= 1 else start()
+    ranks = start(cfg.timeout) if cfg is not None and can_wait(cfg.timeout) else start()
     code = 0
     try:
         result = work(ranks.checked(options), ranks)

@@ -1,7 +1,9 @@
 """What a user gave, read and checked before the first collective of a run."""
 
 import json
+import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,9 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from usp import models
 from usp.mesh import TABLES, Table
 from usp.mesh.devices import check_world_size
+from usp.models.options import check_kernel
+from usp.models.plan.local import padded_length
 from usp.tools import facts, text
 from usp.tools.config import Train
-from usp.tools.ranks import Ranks
+from usp.tools.ranks import MOST_SECONDS, Ranks, can_wait
 
 Mesh = DeviceMesh | Mapping[str, int]
 
@@ -65,14 +69,15 @@ def check_config(cfg: Train, world: int) -> None:
         )
     if cfg.save_every is not None and cfg.save_every < 1:
         raise ValueError(f"save_every={cfg.save_every} must be at least 1. Change --save-every.")
-    if not cfg.timeout >= 1:
-        raise ValueError(f"timeout={cfg.timeout} must be at least 1 second. Change --timeout.")
+    check_timeout(cfg.timeout)
     for name in ("lr", "warmup", "weight_decay", "max_norm", "seed"):
-        if not getattr(cfg, name) >= 0:
+        if not 0 <= getattr(cfg, name) < math.inf:
             raise ValueError(
                 f"{name}={getattr(cfg, name)} must be a number of 0 or more. Change --{flag(name)}."
             )
-    content = cfg.out.exists() and (not cfg.out.is_dir() or any(cfg.out.iterdir()))
+    if cfg.seed >= 2**63:
+        raise ValueError(f"seed={cfg.seed} must be below 2^63. Change --seed.")
+    content = cfg.out.exists() and (not cfg.out.is_dir() or not all(map(_unfinished, cfg.out.iterdir())))
     if content and not cfg.resume:
         again = " To go on with the run in it, add --resume." if (cfg.out / facts.FILE).is_file() else ""
         raise ValueError(
@@ -82,6 +87,18 @@ def check_config(cfg: Train, world: int) -> None:
         raise ValueError(
             f"out={cfg.out} must hold a run to resume it, got content without {facts.FILE}. Change --out."
         )
+
+
+def check_timeout(timeout: float) -> None:
+    if not can_wait(timeout):
+        raise ValueError(
+            f"timeout={timeout} must be a number of seconds from 1 to {MOST_SECONDS}. Change --timeout."
+        )
+
+
+def _unfinished(path: Path) -> bool:
+    """What a process that was killed may leave, and the next one does not need."""
+    return path.name.startswith(".") and path.name.endswith(".tmp")
 
 
 def read_model_config(folder: Path) -> models.LlamaConfig:
@@ -104,14 +121,19 @@ def prepare(cfg: Train, ranks: Ranks) -> Setup:
     table = TABLES[cfg.table]
     model = read_model_config(cfg.model)
     models.check_layout(model, mesh=sizes, table=table, seq_len=cfg.seq_len)
+    auto = "bfloat16" if ranks.device.type == "cuda" else "float32"
+    dtype: torch.dtype = getattr(torch, auto if cfg.dtype == "auto" else cfg.dtype)
+    padded = padded_length(table, sizes, cfg.seq_len)
+    kernel = partial(check_kernel, cfg.kernel, model, device=ranks.device, dtype=dtype, seq_len=padded)
+    kernel(packed=False)
     tokenizer = text.load_tokenizer(cfg.model)
     texts = text.read_documents(text.find_files(cfg.data, include=cfg.include))
     docs = text.encode(texts, tokenizer, vocab_size=model.vocab_size, progress=ranks.first)
-    auto = "bfloat16" if ranks.device.type == "cuda" else "float32"
+    kernel(packed=any(len(doc) % cfg.seq_len for doc in docs))  # a row that several of them share
     return Setup(
         model=model,
         table=table,
-        dtype=getattr(torch, auto if cfg.dtype == "auto" else cfg.dtype),
+        dtype=dtype,
         data=text.Packed(docs=docs, seq_len=cfg.seq_len, seed=cfg.seed),
         num_rows=cfg.batch_size or cfg.dp * cfg.accumulate,
     )

@@ -1,6 +1,8 @@
 """Training: `torchrun --nproc-per-node 2 -m usp.tools.train --model DIR --data PATH --seq-len N ...`.
 
-Exit codes: 0 done; 143 ended by SIGTERM with its state saved, --resume goes on; 1 anything else.
+Exit codes: 0 done; 143 ended by SIGTERM, --resume goes on after the last step that was done; 1 anything else.
+SIGTERM ends a run at once before its first step, otherwise after the step or the tensor of the export that is
+under way. It is not taken while Python still loads, and comes too late when the export is whole.
 """
 
 import dataclasses
@@ -21,17 +23,25 @@ from usp.tools import facts
 from usp.tools.cli import parse
 from usp.tools.config import Train
 from usp.tools.loop import run_steps
-from usp.tools.options import check_options
+from usp.tools.options import check_options, step_options
 from usp.tools.ranks import Ranks, on_ranks
-from usp.tools.resume import State, restore
+from usp.tools.resume import State, restore, save
 from usp.tools.setup import Mesh, Setup, check_config, prepare
-from usp.tools.stop import EXIT_CODE, Stop
+from usp.tools.stop import EXIT_CODE, Stop, Stopped
 
 STATE = "state"
 
 
-def train(cfg: Train, ranks: Ranks) -> int:
+def train(cfg: Train, ranks: Ranks, stop: Stop) -> int:
     """Train, write metrics and plot, and export the result to OUT/hf. Returns the exit code."""
+    stop.watch = ranks.watch
+    try:
+        return _train(cfg, ranks, stop)
+    finally:
+        stop.finish()
+
+
+def _train(cfg: Train, ranks: Ranks, stop: Stop) -> int:
     facts.same_everywhere(ranks, facts.options(cfg))
     ranks.checked(partial(check_config, cfg, ranks.world))
     ranks.checked(partial(check_options, cfg))
@@ -44,6 +54,7 @@ def train(cfg: Train, ranks: Ranks) -> int:
     resumed = ranks.checked(lambda: facts.check_same_run(cfg.out, known)) if cfg.resume else False
     sizes = {"dp": cfg.dp, "ring": cfg.ring, "ulysses": cfg.ulysses}
     mesh: Mesh = build_mesh(**sizes, device_type=ranks.device.type) if ranks.world > 1 else sizes
+    options = step_options(cfg, setup, mesh, ranks)
     ranks.doing("reading the model")
     state = restore(cfg.out / STATE, setup, mesh, ranks) if resumed else None
     state = first_state(cfg, setup, mesh, ranks) if state is None else state
@@ -51,23 +62,37 @@ def train(cfg: Train, ranks: Ranks) -> int:
         if ranks.first:
             print(f"{cfg.out} holds step {state.step} and its export: nothing is left to do", flush=True)
         return 0
-    ranks.checked(lambda: start_folder(cfg, setup, known) if ranks.first else None)
     group: Any = None
     if ranks.world > 1:  # of its own: a save goes on beside the collectives of the steps
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=cfg.timeout))
     saver = Saver(cfg.out / STATE, mesh=mesh, keep=cfg.keep, over=group)
-    with Stop() as stop:
-        state = run_steps(cfg, setup, state, mesh, ranks, saver, stop)
-    if state.step < cfg.steps:
-        if ranks.first:
-            print(f"ended by SIGTERM after step {state.step}; --resume goes on from there", flush=True)
-        return EXIT_CODE
-    ranks.doing("the export")
-    export = partial(models.to_hf, source=cfg.model, table=setup.table, mesh=mesh, dtype=setup.dtype)
-    ranks.checked(lambda: export(state.params, setup.model, cfg.out / "hf"))
+    stop.begin(ranks)
+    ranks.checked(lambda: start_folder(cfg, setup, known) if ranks.first else None)
+    began = state.step
+    state = run_steps(cfg, setup, state, mesh, ranks, saver, stop, options)
+    if state.step == cfg.steps:
+        ranks.doing("the export")
+        try:
+            export(cfg, setup, state, mesh, ranks, stop)
+            return 0
+        except Stopped:
+            if began < state.step != saver.last:
+                ranks.checked(partial(save, saver, setup, state, mesh, ranks))
+                ranks.checked(saver.wait)
+    if ranks.first:
+        print(f"ended by SIGTERM after step {state.step}; --resume goes on from there", flush=True)
+    return EXIT_CODE
+
+
+def export(cfg: Train, setup: Setup, state: State, mesh: Mesh, ranks: Ranks, stop: Stop) -> None:
+    """OUT/hf, as a whole or not at all; raises Stopped, on all ranks, between two tensors."""
+    write = partial(
+        models.to_hf, state.params, setup.model, cfg.out / "hf", source=cfg.model, table=setup.table,
+        mesh=mesh, dtype=setup.dtype, between=stop.check,
+    )  # fmt: skip
+    ranks.checked(write)
     if ranks.first:
         print(f"saved {cfg.out}/hf (Hugging Face), {cfg.out}/metrics.jsonl, {cfg.out}/loss.png", flush=True)
-    return 0
 
 
 def first_state(cfg: Train, setup: Setup, mesh: Mesh, ranks: Ranks) -> State:
@@ -83,7 +108,10 @@ def finished(cfg: Train, state: State) -> bool:
 
 def start_folder(cfg: Train, setup: Setup, known: facts.Facts) -> None:
     facts.write_facts(cfg, known)
-    shutil.rmtree(cfg.out / "hf", ignore_errors=True)  # an export of fewer steps
+    if (cfg.out / "hf").exists():  # an export of fewer steps: gone at once, so that no half of it is left
+        os.rename(cfg.out / "hf", cfg.out / f".hf.{os.getpid()}.tmp")
+    for left in cfg.out.glob(".hf.*.tmp"):  # also of a process that was killed
+        shutil.rmtree(left, ignore_errors=True)
     data = setup.data
     print(
         f"{len(data.docs)} documents, {data.num_tokens} tokens: {data.rows_per_epoch} rows of {cfg.seq_len} "
@@ -104,7 +132,8 @@ def read_options(prog: str, args: Sequence[str] | None) -> tuple[Train | None, S
 
 def main(args: Sequence[str] | None = None, *, prog: str = "python -m usp.tools.train") -> None:
     cfg, refused = read_options(prog, args)
-    on_ranks(cfg, refused, train)
+    with Stop() as stop:
+        on_ranks(cfg, refused, partial(train, stop=stop))
 
 
 if __name__ == "__main__":

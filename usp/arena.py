@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from usp.host import available_bytes as available_bytes
 
 
 class Arena:
@@ -144,23 +145,3 @@ def _lock(buffer: Tensor) -> None:
             f"Raise the limit of locked memory (ulimit -l), or leave out offload."
         )
     weakref.finalize(buffer.untyped_storage(), runtime.cudaHostUnregister, buffer.data_ptr())
-
-
-def available_bytes(root: Path = Path("/")) -> int | None:
-    """Host memory that can still be used: the system's and the control group's figure, None if unknown."""
-    found = []
-    try:
-        for line in (root / "proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                found.append(int(line.split()[1]) * 1024)
-    except OSError:
-        pass
-    for limit, used in (
-        ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
-        ("sys/fs/cgroup/memory/memory.limit_in_bytes", "sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            found.append(int((root / limit).read_text()) - int((root / used).read_text()))
-        except (OSError, ValueError):  # not there, or "max"
-            continue
-    return min(found) if found else None

@@ -14,7 +14,7 @@ from usp.kernels import Kernel
 from usp.mesh import MeshLike, Table
 from usp.reference import reference
 from usp.ring import Ring
-from usp.setting import mask_of, ring_of
+from usp.setting import check_inputs, mask_of, ring_of
 from usp.spans import Mask, features
 
 
@@ -57,17 +57,12 @@ def attention(
     degree times in float32; with "gather" 1 all-gather each way and 1 reduce-scatter. Raises ValueError for
     shapes, boundaries or options that do not fit, before any communication.
     """
-    _check_shapes(q, k, v)
+    check_inputs(q, k, v, sinks)
     place = ring_of(q.shape[1], q.shape[2], k.shape[2], table, mesh, exchange)
     mask = mask_of(
         q.shape[0], q.shape[1] * place.degree, place.degree, cu_seqlens=cu_seqlens, causal=causal,
         window=window, softcap=softcap, scale=1 / math.sqrt(q.shape[3]) if scale is None else scale,
     )  # fmt: skip
-    if sinks is not None and sinks.shape != q.shape[2:3]:
-        raise ValueError(
-            f"sinks={tuple(sinks.shape)} must hold one score per head of this rank, got q={tuple(q.shape)}. "
-            f"Pass [N], cut as the heads are."
-        )
     if kernel == "reference":
         if exchange != "auto":
             raise ValueError(
@@ -79,20 +74,6 @@ def attention(
         kernel, device=q.device, dtype=q.dtype, size=q.shape[3], v_size=v.shape[3], features=features(mask)
     )
     return cast(Tensor, _Attention.apply(q, k, v, sinks, mask, place, chosen, kept)[0])  # type: ignore[no-untyped-call]
-
-
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    fits = (
-        q.dim() == 4
-        and k.shape[:3] == v.shape[:3]
-        and q.shape[:2] == k.shape[:2]
-        and q.shape[3] == k.shape[3]
-    )
-    if not fits or v.dim() != 4 or (k.shape[2] < 1 and q.shape[2]) or q.shape[2] % max(k.shape[2], 1):
-        raise ValueError(
-            f"k={tuple(k.shape)}, v={tuple(v.shape)} must be [B, S, K, H] with N a multiple of K, got "
-            f"q={tuple(q.shape)} as [B, S, N, H]. Move them with seq_to_heads first."
-        )
 
 
 class _Attention(torch.autograd.Function):

@@ -10,24 +10,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from usp.batch import Batch, checked
+from usp.host import sent
+from usp.kernels.interface import PACKED
 from usp.loss import IGNORE
 from usp.mesh import MeshLike, P, Table, axis_sizes, local_slices, redistribute
 from usp.mesh.devices import mesh_device
 from usp.order import ring_degree, unit, unzigzag, zigzag
+from usp.spans import Mask, features
 
-
-class Batch(NamedTuple):
-    """A global batch, the same on every rank.
-
-    tokens [B, S] int64. labels [B, S] int64, NOT shifted, -100 where a token is no target; None: the tokens.
-    cu_seqlens: for each of the B rows its document boundaries, from 0 to S; None: one document a row.
-    valid [B, S] bool: False on padding, which must end a row; None: no padding.
-    """
-
-    tokens: Tensor
-    labels: Tensor | None = None
-    cu_seqlens: Sequence[Sequence[int] | Tensor] | None = None
-    valid: Tensor | None = None
+__all__ = ["Batch", "Shard", "shard_batch", "unshard_batch"]
+MOST_TOKENS = 2**31 - 1  # of one rank's whole rows: kernels count them in int32
 
 
 class Shard(NamedTuple):
@@ -38,7 +31,9 @@ class Shard(NamedTuple):
     tokens, positions [b, s] int64, positions counted from each document's start. labels [b, s] int64,
     shifted: the target of the token at the same place, -100 for none. cu_seqlens int32 on the CPU: boundaries
     over the b rows of `seq_len` tokens laid end to end, whole sequences. num_valid: scalar, targets in the
-    whole batch, all ranks. seq_len: padded global S. orig: (B, S) of the batch.
+    whole batch, all ranks. seq_len: padded global S. orig: (B, S) of the batch. num_ids: one more than the
+    largest token or target of the whole batch. packed: whether some rank's rows hold documents of unequal
+    length (a feature of kernels). The last two are what all ranks can refuse alike.
     """
 
     tokens: Tensor
@@ -48,6 +43,8 @@ class Shard(NamedTuple):
     num_valid: Tensor
     seq_len: int
     orig: tuple[int, int]
+    num_ids: int
+    packed: bool
 
 
 def shard_batch(
@@ -57,10 +54,10 @@ def shard_batch(
 
     Labels are shifted inside each document before anything is cut, so no target is lost at a shard's end.
     Rows are padded on the right to a multiple of the ranks that share them, and of 2 * ring; padding is a
-    document of its own without targets. Raises ValueError for shapes, boundaries or a batch size that do not
-    fit.
+    document of its own without targets. All of it happens on the host, which does not wait for a GPU that the
+    shard goes to. Raises ValueError for types, shapes, boundaries or a batch size that do not fit.
     """
-    tokens, labels, bounds = _checked(batch)
+    tokens, labels, bounds = checked(batch)
     num_rows, seq_len = tokens.shape
     sizes = axis_sizes(mesh)
     num_dp = math.prod(sizes[a] for a in table.tokens[0])
@@ -72,12 +69,19 @@ def shard_batch(
     degree = ring_degree(table, mesh)
     parts = math.lcm(math.prod(sizes[a] for a in table.tokens[1]), unit(degree))
     padded = -(-seq_len // parts) * parts
+    group = num_rows // num_dp  # rows of one rank
+    if group * padded > MOST_TOKENS:
+        raise ValueError(
+            f"batch size={num_rows} must leave a rank at most {MOST_TOKENS} tokens of whole rows, got "
+            f"S={padded} and {group} rows. Use fewer rows at a time."
+        )
     shifted, positions = torch.full_like(tokens, IGNORE), torch.empty_like(tokens)
     for row, edges in enumerate(bounds):
         for start, stop in pairwise(edges):
             shifted[row, start : stop - 1] = labels[row, start + 1 : stop]
             positions[row, start:stop] = torch.arange(stop - start)
     num_valid = (shifted != IGNORE).sum().double()
+    num_ids = 1 + max(int(tokens.max()), int(shifted.max()))
     rows, cols = local_slices(table.tokens, (num_rows, padded), mesh)
     extra = padded - seq_len
     pad_positions = torch.arange(extra).expand(num_rows, -1)
@@ -85,19 +89,28 @@ def shard_batch(
     shifted = torch.cat([shifted, tokens.new_full((num_rows, extra), IGNORE)], 1)
     positions = torch.cat([positions, pad_positions], 1)
     tokens, shifted, positions = (zigzag(t, degree, dim=1) for t in (tokens, shifted, positions))
-    edges = [0]
-    for i, row in enumerate(range(rows.start, rows.stop)):
-        edges += [i * padded + edge for edge in bounds[row][1:]] + ([(i + 1) * padded] if extra else [])
+    groups = [_edges(bounds[i : i + group], padded) for i in range(0, num_rows, group)]
+    masks = (Mask(edges, group, padded, True, None, 1.0, 0.0, degree) for edges in groups)
     target = mesh_device(mesh) if device is None else torch.device(device)
     return Shard(
-        tokens=tokens[rows, cols].to(target),
-        labels=shifted[rows, cols].to(target),
-        positions=positions[rows, cols].to(target),
-        cu_seqlens=torch.tensor(edges, dtype=torch.int32),
-        num_valid=num_valid.to(target),
+        tokens=sent(tokens[rows, cols], target),
+        labels=sent(shifted[rows, cols], target),
+        positions=sent(positions[rows, cols], target),
+        cu_seqlens=torch.tensor(groups[rows.start // group], dtype=torch.int32),
+        num_valid=sent(num_valid, target),
         seq_len=padded,
         orig=(num_rows, seq_len),
+        num_ids=num_ids,
+        packed=any(PACKED in features(mask) for mask in masks),
     )
+
+
+def _edges(bounds: Sequence[Sequence[int]], padded: int) -> tuple[int, ...]:
+    """Document boundaries over rows laid end to end, each with its padding as one more document."""
+    edges = [0]
+    for i, row in enumerate(bounds):
+        edges += [i * padded + edge for edge in dict.fromkeys((*row[1:], padded))]
+    return tuple(edges)
 
 
 def unshard_batch(x: Tensor, shard: Shard, *, table: Table, mesh: MeshLike) -> Tensor:
@@ -110,62 +123,3 @@ def unshard_batch(x: Tensor, shard: Shard, *, table: Table, mesh: MeshLike) -> T
     shape = (num_rows, shard.seq_len, *x.shape[2:])
     whole = redistribute(x, P(*table.tokens.dims, *trailing), P(None, None, *trailing), mesh, shape=shape)
     return unzigzag(whole, ring_degree(table, mesh), dim=1)[:, :seq_len]
-
-
-def _checked(batch: Batch) -> tuple[Tensor, Tensor, list[list[int]]]:
-    """Tokens, labels and document boundaries on the CPU, padding made a document without targets."""
-    tokens = batch.tokens.cpu()
-    if tokens.dim() != 2 or tokens.dtype != torch.int64 or 0 in tokens.shape:
-        raise ValueError(
-            f"tokens={tuple(tokens.shape)} {tokens.dtype} must be int64 [B, S] with B and S at least 1. "
-            f"Stack the rows, and call .long()."
-        )
-    labels = tokens if batch.labels is None else batch.labels.cpu()
-    for name, other in (("labels", labels), ("valid", batch.valid)):
-        if other is not None and other.shape != tokens.shape:
-            raise ValueError(
-                f"{name}={tuple(other.shape)} must have the shape of tokens, got {tuple(tokens.shape)}. "
-                f"Pass one entry per token (labels not shifted)."
-            )
-    wrong = int(tokens.min()), int(labels.where(labels != IGNORE, 0).min())
-    if min(wrong) < 0:
-        raise ValueError(
-            f"tokens and labels must be 0 or more, or {IGNORE} for a label that does not count, got "
-            f"{min(wrong)}. Correct the batch."
-        )
-    num_rows, seq_len = tokens.shape
-    if batch.cu_seqlens is None:
-        bounds = [[0, seq_len] for _ in range(num_rows)]
-    else:
-        bounds = [[int(edge) for edge in row] for row in batch.cu_seqlens]
-    if len(bounds) != num_rows:
-        raise ValueError(
-            f"cu_seqlens must have one entry per row, got {len(bounds)} for B={num_rows}. Add the rows."
-        )
-    for row, edges in enumerate(bounds):
-        rising = all(a < b for a, b in pairwise(edges))
-        if len(edges) < 2 or edges[0] != 0 or edges[-1] != seq_len or not rising:
-            raise ValueError(
-                f"cu_seqlens[{row}]={edges} must rise from 0 to S, got S={seq_len}. Give each row's document "
-                f"boundaries over the whole sequence."
-            )
-    if batch.valid is not None:
-        labels, bounds = _without_padding(batch.valid.cpu().bool(), labels, bounds)
-    return tokens, labels, bounds
-
-
-def _without_padding(
-    valid: Tensor, labels: Tensor, bounds: list[list[int]]
-) -> tuple[Tensor, list[list[int]]]:
-    """Labels without padding, and boundaries at which the padding of a row is one document."""
-    seq_len = valid.shape[1]
-    lengths = valid.sum(1)
-    if not torch.equal(valid, torch.arange(seq_len) < lengths.unsqueeze(1)):
-        raise ValueError(
-            "valid must be True, then False, along each row, got padding before tokens. Pad on the right."
-        )
-    cut = []
-    for edges, length in zip(bounds, lengths.tolist(), strict=True):
-        inside = [edge for edge in edges if edge < length]
-        cut.append([*inside, *dict.fromkeys((length, seq_len))] if length else [0, seq_len])
-    return labels.where(valid, IGNORE), cut

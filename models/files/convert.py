@@ -99,15 +99,17 @@ def to_hf(
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
     progress: bool = False,
+    between: Callable[[], object] | None = None,
 ) -> None:
     """Write a Hugging Face directory that `from_pretrained` loads.
 
     Every rank calls this with its shards; each tensor is gathered (1 all-gather per sharded tensor) and rank
     0 writes, one tensor at a time. `source`, a model directory in either format, gives its tokenizer and
     other side files, the fields of config.json that this project does not use, and, with tied embeddings, the
-    names under which the matrix is stored; without it, the embedding's alone. Raises on every rank, leaving
-    nothing behind: ValueError when the target exists and is not empty, params do not fit cfg or values do not
-    fit dtype; OSError when writing fails.
+    names under which the matrix is stored; without it, the embedding's alone. `between` is called before each
+    tensor, on every rank; a BaseException that is no Exception, raised by it on all of them, gives it all up.
+    Raises on every rank, leaving nothing behind: ValueError when the target exists and is not empty, params
+    do not fit cfg or values do not fit dtype; OSError when writing fails.
     """
 
     def prepare() -> tuple[dict[str, list[str]], Callable[[Path], None]]:
@@ -116,7 +118,7 @@ def to_hf(
         return hf_map(cfg, stored), lambda directory: write_hf_files(directory, config, source)
 
     names, finish = agree(prepare, mesh)
-    _write(params, cfg, path, names, "model", table, mesh, dtype, max_shard_size, finish, progress)
+    _write(params, cfg, path, names, "model", table, mesh, dtype, max_shard_size, finish, progress, between)
 
 
 def save(
@@ -163,6 +165,7 @@ def _write(
     max_shard_size: int | str,
     finish: Callable[[Path], None],
     progress: bool,
+    between: Callable[[], object] | None = None,
 ) -> None:
     placed = placement(table, mesh)
     leaves = dict(named_leaves(abstract(cfg)))
@@ -174,6 +177,8 @@ def _write(
     ]
 
     def produce(name: str) -> Tensor:
+        if between is not None:
+            between()
         dotted = owner[name]
         return _gather(local[dotted].detach(), leaves[dotted], dotted, placed)
 

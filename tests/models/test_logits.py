@@ -28,7 +28,7 @@ def test_mistaken_rope_is_seen(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["gqa 6/2", "gqa 9/3 tied"])
 @pytest.mark.parametrize("remat", ["none", "full"])
-def test_loss_equals_transformers(name: str, remat: str, tmp_path: Path) -> None:
+def test_loss_equals_transformers(name: str, remat: str, tmp_path: Path) -> None:  # case H72: tied
     model = hf_model(name)
     cfg, params = ours(save_hf(model, tmp_path / "hf"), torch.float32)
     tokens = tokens_of(2, 33)

@@ -1,6 +1,8 @@
 """Options change what is kept, moved and run again, never the loss or a gradient."""
 
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,9 +11,9 @@ from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.mesh.test_bundle import counts
-from tests.models.batches import ONE, TABLE, two_rows
+from tests.models.batches import ONE, SEQ, TABLE, two_rows
 from tests.pool import Pool
-from usp import reduce_grads, shard_batch, value_and_grad
+from usp import Batch, reduce_grads, shard_batch, value_and_grad
 from usp.arena import Arena
 from usp.mesh import TABLES, P, build_mesh, redistribute
 from usp.models import LlamaConfig, abstract, init, loss, map_params, named_leaves, param_specs
@@ -27,6 +29,16 @@ CFG = LlamaConfig(
     qkv_bias=True,
     init_std=0.1,
 )
+
+
+def odd(field: str, value: int) -> Batch:
+    """A batch with one id that no model of this vocabulary has, in its last place."""
+    batch = two_rows("whole rows")
+    ids = getattr(batch, field).clone()
+    ids[1, -1] = value
+    return batch._replace(**{field: ids})
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "full": {"remat": "full"},
     "attention": {"remat": "attention"},
@@ -157,3 +169,70 @@ def test_autocast_is_refused() -> None:
     params, shard = init(CFG, seed=1), shard_batch(two_rows("packed"), table=TABLE, mesh=ONE)
     with torch.autocast("cpu"), pytest.raises(ValueError, match="autocast must be off"):
         loss(params, shard, CFG, table=TABLE, mesh=ONE)
+
+
+WINDOWS = replace(CFG, windows=(None, 7, None))
+REFUSED: dict[str, tuple[LlamaConfig, dict[str, Any], Batch]] = {
+    # only the last of four ranks has the token, or the target
+    "token id=101 must be below the model's vocabulary, got vocab_size=101": (CFG, {}, odd("tokens", 101)),
+    "token id=5000 must be below the model's vocabulary": (CFG, {}, odd("labels", 5000)),
+    # only the layer in the middle has a window
+    "kernel='cpu' must take window .a band of keys": (WINDOWS, {"kernel": "cpu"}, two_rows("packed")),
+    "kernel='flash' must take device cpu, torch.float64": (CFG, {"kernel": "flash"}, two_rows("whole rows")),
+    # only the second of two rows has documents
+    "kernel='cudnn' must take device cpu, packed": (
+        CFG,
+        {"kernel": "cudnn", "dtype": torch.bfloat16},
+        two_rows("packed")._replace(cu_seqlens=[[0, SEQ], [0, 11, SEQ]]),
+    ),
+    "kernel='none' must be one of auto, flash4": (CFG, {"kernel": "none"}, two_rows("packed")),
+}  # fmt: skip
+
+
+def refusals(dp: int, ulysses: int) -> list[str]:
+    mesh, said = build_mesh(dp=dp, ulysses=ulysses), []
+    for cfg, options, batch in REFUSED.values():
+        params = init(cfg, seed=1, dtype=torch.float64, table=TABLE, mesh=mesh)
+        shard = shard_batch(batch, table=TABLE, mesh=mesh)
+        with CommDebugMode() as comm, pytest.raises(ValueError) as refused:  # noqa: PT011
+            value_and_grad(
+                lambda p, s=shard, c=cfg, o=options: loss(p, s, c, table=TABLE, mesh=mesh, remat="full", **o)
+            )(params)
+        assert comm.get_total_counts() == 0
+        said.append(str(refused.value))
+    return said
+
+
+@pytest.mark.parametrize(("dp", "ulysses"), [(2, 2), (1, 4)])
+def test_refused_by_every_rank_before_anything_moves(dp: int, ulysses: int, ranks: Pool) -> None:
+    # cases P48, D30: what one rank could see alone must not leave the others waiting
+    first, *others = ranks.run(refusals, dp, ulysses, timeout=30)
+    assert all(other == first for other in others)
+    for message, said in zip(REFUSED, first, strict=True):
+        assert re.search(message, said), (message, said)
+
+
+def test_shards_made_by_hand_are_refused() -> None:
+    params, shard = init(CFG, seed=1), shard_batch(two_rows("packed"), table=TABLE, mesh=ONE)
+    for changed, message in (
+        (
+            {"labels": shard.labels[:, 1:]},
+            "labels=.2, 22. torch.int64 on cpu must be torch.int64 like the tokens",
+        ),
+        ({"labels": shard.labels.int()}, "labels=.2, 23. torch.int32 on cpu must be torch.int64"),
+        (
+            {"positions": shard.positions.float()},
+            "positions=.2, 23. torch.float32 on cpu must be torch.int64",
+        ),
+        ({"positions": shard.positions[:1]}, "positions=.1, 23. torch.int64"),
+        # case P66: positions in three dimensions of an image's patches
+        ({"positions": shard.positions.expand(3, -1, -1)}, "positions=.3, 2, 23. torch.int64"),
+        (
+            {name: getattr(shard, name).to("meta") for name in ("tokens", "labels", "positions")},
+            "tokens on device=meta must be where the parameters are, got cpu",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            loss(params, shard._replace(**changed), CFG, table=TABLE, mesh=ONE)
+    narrow = shard._replace(positions=shard.positions.int())
+    assert torch.equal(*(loss(params, s, CFG, table=TABLE, mesh=ONE) for s in (shard, narrow)))

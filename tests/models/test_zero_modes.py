@@ -43,7 +43,9 @@ def train(mode: str, mesh: Any) -> list[Any]:
         value, grads = value_and_grad(objective)(params)
         if zero1 is None:
             grads, norm = clip_by_global_norm(reduce_grads(grads, specs, mesh), specs, mesh, MAX_NORM)
-            params, state = adamw_update(params, grads, state, lr=LR, weight_decay=DECAY)
+            with CommDebugMode() as comm:
+                params, state = adamw_update(params, grads, state, lr=LR, weight_decay=DECAY)
+            assert counts(comm) == {}  # case P17: on local shards
         else:
             grads, norm = clip_by_global_norm(zero1.reduce_grads(grads), zero1.specs, mesh, MAX_NORM)
             with CommDebugMode() as comm:

@@ -184,3 +184,46 @@ def test_shapes_refused() -> None:
         attention(q, k[:, :, :0], v[:, :, :0])
     with pytest.raises(ValueError, match="N a multiple of K"):
         attention(q[0], k[0], v[0])
+
+
+def edges_of(kind: torch.dtype) -> Tensor:
+    return torch.tensor([0, 7, 14], dtype=kind)
+
+
+KINDS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "k=torch.float32 on cpu must be of the type of q": ((X[0], X[1].float(), X[2]), {}),
+    "v=torch.bfloat16 on cpu must be of the type of q": ((X[0], X[1], X[2].bfloat16()), {}),
+    "k=torch.float64 on meta must be of the type of q and on its device": ((X[0], X[1].to("meta"), X[2]), {}),
+    "q=torch.int64 must be a tensor of floating point": (tuple(t.long() for t in X), {}),
+    "v=list must be a tensor of floating point": ((*X[:2], X[2].tolist()), {}),
+    "q=.0, .* must have B, S and H of at least 1": (tuple(t[:0] for t in X), {}),
+    "q=.2, 0, .* must have B, S and H of at least 1": (tuple(t[:, :0] for t in X), {}),
+    "q=.2, 7, ., 0. must have B, S and H of at least 1": (tuple(t[..., :0] for t in X), {}),
+    "sinks=torch.int64 must be a tensor of floating": (X, {"sinks": torch.zeros(6, dtype=torch.int64)}),
+    "sinks=torch.float32 on meta must be": (X, {"sinks": torch.zeros(6, device="meta")}),
+    "cu_seqlens=.3,. torch.float64 must be whole numbers": (X, {"cu_seqlens": edges_of(torch.float64)}),
+    "cu_seqlens=.3,. torch.bool must be whole numbers": (X, {"cu_seqlens": edges_of(torch.bool)}),
+    "cu_seqlens=.1, 3. torch.int32 must be": (X, {"cu_seqlens": edges_of(torch.int32)[None]}),
+    "cu_seqlens=list must be whole numbers": (X, {"cu_seqlens": [0, 7, 14]}),
+    "window=2.5 must be a whole number": (X, {"window": 2.5}),
+    "window=True must be a whole number": (X, {"window": True}),
+    "softcap=nan must be a number above 0": (X, {"softcap": float("nan")}),
+    "softcap=2.0 must be a number above 0": (X, {"softcap": torch.tensor(2.0)}),
+    "scale=nan must be a finite number": (X, {"scale": float("nan")}),
+    "scale=half must be a finite number": (X, {"scale": "half"}),
+}
+
+
+@pytest.mark.parametrize("message", KINDS)
+def test_odd_kinds_refused(message: str) -> None:
+    args, options = KINDS[message]
+    with pytest.raises(ValueError, match=message):
+        attention(*args, **options)
+
+
+def test_long_boundaries_and_other_sinks() -> None:
+    """int64 boundaries are taken as int32 ones; sinks may be of another type than q."""
+    edges = torch.tensor(row_edges(PACKED))
+    assert torch.equal(attention(*X, cu_seqlens=edges), attention(*X, cu_seqlens=edges.int()))
+    sinks = torch.zeros(6)
+    assert torch.equal(attention(*X, sinks=sinks), attention(*X, sinks=sinks.double()))

@@ -1,17 +1,21 @@
 """`shard_batch` on several meshes against an account of the whole batch token by token, and its inverse."""
 
+from collections.abc import Callable
 from itertools import product
 from math import lcm, prod
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.mesh.cases import Sizes, mesh_of, outside
 from tests.pool import Pool
 from usp import Batch, Shard, shard_batch, unshard_batch
 from usp.mesh import TABLES, Table, axis_sizes, local_slices
+from usp.spans import Mask, runs
 
 ONE = {"dp": 1, "ring": 1, "ulysses": 1}
 MESHES: tuple[Sizes, ...] = ((1, 1, 2), (1, 1, 4), (2, 1, 2), (1, 2, 2), (1, 1, 3))
@@ -155,27 +159,35 @@ def test_the_batch_is_not_changed_and_not_aliased() -> None:
     assert torch.equal(batch.labels, before[1])  # type: ignore[arg-type]
 
 
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that is made."""
+
+    elements = 0
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor):
+            self.elements = max(self.elements, out.untyped_storage().nbytes() // 8)
+        return out
+
+
+def test_nothing_is_larger_than_the_batch() -> None:  # case P56
+    """A quarter of a million tokens in a thousand documents, cut for a ring of 8: no mask of S x S."""
+    seq_len = 2**18
+    batch = Batch(torch.zeros(1, seq_len, dtype=torch.int64), cu_seqlens=[range(0, seq_len + 1, 256)])
+    mesh = {"dp": 1, "ring": 8, "ulysses": 1}
+    with Largest() as seen, patch("usp.mesh.spec.coordinates", return_value=dict.fromkeys(mesh, 0)):
+        shard = shard_batch(batch, table=TABLES["ring"], mesh=mesh, device="cpu")
+        assert shard.tokens.shape == (1, seq_len // 8)
+        mask = Mask(tuple(shard.cu_seqlens.tolist()), 1, seq_len, True, None, 1.0, 0.0, 8)
+        cells = sum(len(run.segments.cu_q) for source in range(8) for run in runs(mask, 0, source))
+    assert cells <= 2 * 1024
+    assert seq_len <= seen.elements <= 2 * seq_len
+
+
 T = tokens_of(2, 6)
-BAD = {
-    "tokens=.2, 6. torch.int32 must be int64": Batch(T.int()),
-    "tokens=.12,. torch.int64 must be int64 .B, S.": Batch(T.flatten()),
-    "with B and S at least 1": Batch(T[:, :0]),
-    "labels=.2, 5. must have the shape of tokens": Batch(T, labels=T[:, 1:]),  # shifted by hand
-    "valid=.1, 6. must have the shape": Batch(T, valid=torch.ones(1, 6, dtype=torch.bool)),
-    "one entry per row, got 1 for B=2": Batch(T, cu_seqlens=[[0, 6]]),
-    "cu_seqlens.1.=.0, 5. must rise from 0 to S, got S=6": Batch(T, cu_seqlens=[[0, 6], [0, 5]]),
-    "cu_seqlens.0.=.0, 3, 3, 6.": Batch(T, cu_seqlens=[[0, 3, 3, 6], [0, 6]]),
-    "cu_seqlens.0.=.1, 6.": Batch(T, cu_seqlens=[[1, 6], [0, 6]]),
-    "cu_seqlens.0.=.0, 7, 6.": Batch(T, cu_seqlens=[[0, 7, 6], [0, 6]]),
-    "cu_seqlens.1.=..": Batch(T, cu_seqlens=[[0, 6], []]),
-    "Pad on the right": Batch(T, valid=torch.tensor([[0, 1, 1, 1, 1, 1]] * 2).bool()),
-}
-
-
-@pytest.mark.parametrize("message", BAD)
-def test_refused(message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        shard_batch(BAD[message], table=TABLES["ulysses"], mesh=ONE)
 
 
 def test_rows_that_dp_does_not_divide() -> None:
@@ -183,3 +195,28 @@ def test_rows_that_dp_does_not_divide() -> None:
         shard_batch(Batch(T), table=TABLES["ulysses"], mesh={"dp": 3, "ring": 1, "ulysses": 1})
     with pytest.raises(ValueError, match="must be a DeviceMesh"):
         shard_batch(Batch(T), table=TABLES["ulysses"], mesh={"dp": 1, "ring": 1, "ulysses": 2})
+
+
+def test_what_all_ranks_can_refuse_alike() -> None:
+    """The largest id and unequal documents are the whole batch's, also where this rank holds none of it."""
+    batch = Batch(T, labels=T.where(T != 84, 99), cu_seqlens=[[0, 6], [0, 4, 6]])
+    for name, sizes in (("ulysses", (2, 1, 2)), ("usp", (2, 2, 1))):
+        mesh: dict[str, int] = dict(zip(("dp", "ring", "ulysses"), sizes, strict=True))
+        for place in product(*map(range, sizes)):
+            at = dict(zip(mesh, place, strict=True))
+            with patch("usp.mesh.spec.coordinates", return_value=at):
+                shard = shard_batch(batch, table=TABLES[name], mesh=mesh, device="cpu")
+            assert (shard.num_ids, shard.packed) == (100, True), (name, at)
+    shards = [
+        shard_batch(b, table=TABLES["ulysses"], mesh=ONE) for b in (Batch(T), batch._replace(labels=None))
+    ]
+    assert [(s.num_ids, s.packed) for s in shards] == [(85, False), (85, True)]
+    halves = Batch(T, cu_seqlens=[[0, 3, 6], [0, 3, 6]])
+    assert not shard_batch(halves, table=TABLES["ulysses"], mesh=ONE).packed
+    with (
+        patch("usp.data.MOST_TOKENS", 11),
+        pytest.raises(
+            ValueError, match="must leave a rank at most 11 tokens of whole rows, got S=6 and 2 rows"
+        ),
+    ):
+        shard_batch(Batch(T), table=TABLES["ulysses"], mesh=ONE)

@@ -197,6 +197,7 @@ def wide_sums(sizes: Sizes) -> None:
 @pytest.mark.parametrize("check", [values_and_round_trip, gradients, transforms], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_equal_to_dense(sizes: Sizes, check: Callable[[Sizes], None], ranks: Pool) -> None:
+    # case D28: any number of heads and tokens on any number of ranks
     ranks.run(check, sizes)
 
 

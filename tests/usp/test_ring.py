@@ -43,7 +43,7 @@ MESHES: tuple[Sizes, ...] = ((1, 2, 1), (1, 4, 1), (1, 2, 2), (1, 3, 1), (1, 1, 
 @pytest.mark.parametrize("exchange", ["p2p", "gather"])
 @pytest.mark.parametrize("sizes", [m for m in MESHES if m[1] > 1], ids=str)
 def test_every_mask(sizes: Sizes, exchange: str, ranks: Pool) -> None:
-    # cases H29, H34, H36, H40, P24, P36, P37, P46, P53, D30, D32
+    # cases H29, H34, H36, H40, P24, P36, P37, P46, P53, P54, D30, D32
     cases = all_cases()
     for errors in ranks.run(parity, sizes, cases, "tiled", exchange, timeout=400):
         for index, what, error in errors:
