@@ -62,6 +62,9 @@ class Train:
     """Keep only the input of every group-th layer; the others are found by running the group once more."""
     offload: Literal["none", "host"] = "none"
     """host: what is kept for the backward waits in the host's memory."""
+    moments: Literal["auto", "device", "host"] = "auto"
+    """Where AdamW's two moments live. host: in the host's memory; each visits the GPU for its update. auto:
+    on the GPU, unless remat=auto finds no room for them."""
     mlp_tile: int | None = None
     """Tokens that the MLP sees at a time. Default: all of them."""
     head_chunks: int = 1

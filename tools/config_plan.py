@@ -40,6 +40,8 @@ class Plan:
     """Keep only the input of every group-th layer."""
     offload: Literal["none", "host"] = "none"
     """host: what is kept for the backward waits in the host's memory."""
+    moments: Literal["auto", "device", "host"] = "auto"
+    """Where AdamW's two moments live. auto: on the GPU, unless remat=auto finds no room for them."""
     mlp_tile: int | None = None
     """Tokens that the MLP sees at a time. Default: all of them."""
     head_chunks: int = 1

@@ -45,7 +45,7 @@ def check_options(cfg: Train | Plan) -> None:
 
 
 def step_options(cfg: Train, setup: Setup, mesh: Mesh, ranks: Ranks) -> dict[str, Any]:
-    """Keyword arguments of `models.loss`, the same on every rank. Raises ValueError when nothing fits.
+    """Keyword arguments of `models.loss`, and `moments`, alike on every rank. ValueError when nothing fits.
 
     remat=auto: on a GPU the first settings, in order of what they cost in time, that fit the smallest rank's
     memory; on the CPU, where memory is not the limit, each layer is computed again. What goes to the host
@@ -54,15 +54,16 @@ def step_options(cfg: Train, setup: Setup, mesh: Mesh, ranks: Ranks) -> dict[str
     cuda = ranks.device.type == "cuda"
     compiled = cuda if cfg.compile == "auto" else cfg.compile == "on"
     options: dict[str, Any] = {name: getattr(cfg, name) for name in ("remat", *GIVEN)}
+    options["moments"] = "host" if cfg.moments == "host" else "device"
     options |= {"kernel": cfg.kernel, "dtype": setup.dtype, "compile": compiled}
-    asked = cfg.offload == "host" or (cfg.remat == "auto" and cuda)
+    asked = "host" in (cfg.offload, cfg.moments) or (cfg.remat == "auto" and cuda)
     shared = ranks.exchange(rooms()) if asked else []  # by rank
     if cfg.remat == "auto":
         options |= _chosen(cfg, setup, ranks, compiled, shared) if cuda else {"remat": "full"}
     options["arena"] = Arena() if options["offload"] == "host" else None
-    how = partial(check_how, setup.model, table=setup.table, mesh=mesh, options=options)  # type: ignore[arg-type]
-    ranks.checked(how)
-    if options["offload"] == "host":
+    of_loss: Any = {name: value for name, value in options.items() if name != "moments"}
+    ranks.checked(partial(check_how, setup.model, table=setup.table, mesh=mesh, options=of_loss))
+    if "host" in (options["offload"], options["moments"]):
         need = ranks.exchange(ranks.checked(partial(_host_bytes, cfg, setup, mesh, options)))
         ranks.checked(partial(check_host, shared, need))
     return options
@@ -78,7 +79,8 @@ def check_host(shared: list[list[Room]], need: list[int]) -> None:
             raise ValueError(
                 f"offload=host must fit nine tenths of the host memory that is left, got {gib(total)} to "
                 f"keep of {gib(free)} for ranks {there[0]} to {there[-1]}, which share it. Use more "
-                f"machines, a shorter --seq-len, a larger --group, --remat full, or no --offload."
+                f"machines, a shorter --seq-len, a larger --group, --remat full, --moments device, or no "
+                f"--offload."
             )
 
 
@@ -102,13 +104,13 @@ def _chosen(
         lambda: choose_settings(
             setup.model, setup.table, sizes, cfg.seq_len, gpu_bytes, host_bytes,
             dtype=setup.dtype, compile=compiled, batch=setup.num_rows // cfg.accumulate,
-            accumulate=cfg.accumulate,
+            accumulate=cfg.accumulate, moments=cfg.moments,
         )
     )  # fmt: skip
     if ranks.first:
         chosen = f"chosen for {gpu_bytes / 2**30:.0f} GiB a GPU: {settings.describe()}"
         print(chosen, *settings.reasons, sep="\n  ", flush=True)
-    return settings.options()
+    return {**settings.options(), "moments": settings.moments}
 
 
 def host_share(shared: list[list[Room]]) -> int:

@@ -21,6 +21,7 @@ from usp.ring import ring_bytes
 from usp.tools.config_plan import Plan
 from usp.tools.options import GIVEN, check_options
 from usp.tools.presets import GPUS, find_model
+from usp.tools.rates import HOW, Rates, default_path, step_time, time_text
 from usp.tools.setup import check_axes
 
 COLUMNS = ("tokens", "residual", "attn_x", "q", "kv", "mlp_x")
@@ -45,13 +46,16 @@ def plan(cfg: Plan) -> str:
     }
     seq_len, settings = cfg.seq_len, None
     if cfg.longest:
-        seq_len, settings = models.longest(model, table, sizes, gpu, host, **given)
+        seq_len, settings = models.longest(model, table, sizes, gpu, host, moments=cfg.moments, **given)
     elif cfg.remat == "auto":
         assert seq_len is not None
-        settings = models.choose_settings(model, table, sizes, seq_len, gpu, host, **given)
+        settings = models.choose_settings(
+            model, table, sizes, seq_len, gpu, host, moments=cfg.moments, **given
+        )
     assert seq_len is not None
     options = own_options(cfg) if settings is None else settings.options()
-    memory = models.training_memory(model, table, sizes, seq_len=seq_len, **given, **options)
+    moments = cfg.moments if settings is None else settings.moments
+    memory = models.training_memory(model, table, sizes, seq_len=seq_len, moments=moments, **given, **options)
     del given["accumulate"]
     traffic = models.model_traffic(model, table, sizes, seq_len=seq_len, **given, **options)
     where = local(model, table, sizes, batch=given["batch"], seq_len=seq_len)
@@ -68,8 +72,25 @@ def plan(cfg: Plan) -> str:
             moves(traffic, where, given["dtype"], options["head_chunks"]),
             held(memory),
             verdict,
+            how_long(cfg, where, traffic, memory, options),
         ]
     )
+
+
+def how_long(
+    cfg: Plan, where: Local, traffic: ModelTraffic, memory: models.Memory, options: Mapping[str, Any]
+) -> str:
+    """The time of a step, where this machine's rates were measured."""
+    path = default_path()
+    if not path.is_file():
+        return HOW
+    rates = Rates.read(path)
+    pieces = step_time(
+        where, traffic, memory, rates, dtype=getattr(torch, cfg.dtype), compile=cfg.compile,
+        accumulate=cfg.accumulate, remat=options["remat"], group=options["group"],
+    )  # fmt: skip
+    ranks, rows = cfg.dp * cfg.ring * cfg.ulysses, (cfg.batch_size or cfg.dp) * cfg.accumulate
+    return time_text(pieces, rates, ranks, rows * where.seq_len)
 
 
 def check(cfg: Plan) -> None:

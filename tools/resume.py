@@ -11,6 +11,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from usp import AdamWState, adamw_init, models
+from usp.arena import Arena
 from usp.mesh import axis_sizes
 from usp.models.params import abstract, map_params, named_leaves, param_specs
 from usp.state import Placed, Reader, Saver, folder_of, open_last, set_aside
@@ -53,14 +54,17 @@ def random_state(ranks: Ranks) -> dict[str, Tensor]:
 
 def save(saver: Saver, setup: Setup, state: State, mesh: Mesh, ranks: Ranks) -> None:
     """Begin to write a checkpoint. `rows` is the position in the data; the next row is the one after."""
+    if ranks.device.type == "cuda" and state.optimizer.exp_avg.embed.device.type == "cpu":
+        torch.cuda.synchronize(ranks.device)  # the moments are back on the host
     meta = {"updates": state.updates, "rows": state.step * setup.num_rows, "mesh": axis_sizes(mesh)}
     saver.start(state.step, tensors(setup, state), own=random_state(ranks), meta=meta)
 
 
-def restore(root: Path, setup: Setup, mesh: Mesh, ranks: Ranks) -> State | None:
+def restore(root: Path, setup: Setup, mesh: Mesh, ranks: Ranks, home: Arena | None) -> State | None:
     """From the newest checkpoint that is whole, each rank its slices; None when there is no checkpoint.
 
-    Parameters and moments are those that were saved, to the bit; random states too, on the same mesh.
+    Parameters and moments are those that were saved, to the bit; random states too, on the same mesh. `home`:
+    where moments live, if not on the device.
     """
     last = ranks.checked(lambda: open_last(root, dist.group.WORLD))
     if last is None:
@@ -74,25 +78,25 @@ def restore(root: Path, setup: Setup, mesh: Mesh, ranks: Ranks) -> State | None:
                 flush=True,
             )
     with Reader(root, last.found) as reader:
-        state = ranks.checked(partial(_read, reader, setup, mesh, ranks))
+        state = ranks.checked(partial(_read, reader, setup, mesh, ranks, home))
     if ranks.first:
         print(f"going on from {folder_of(root, state.step)}", flush=True)
     return state
 
 
-def _read(reader: Reader, setup: Setup, mesh: Mesh, ranks: Ranks) -> State:
+def _read(reader: Reader, setup: Setup, mesh: Mesh, ranks: Ranks, home: Arena | None) -> State:
     specs, meta = param_specs(setup.model, setup.table), reader.index.meta
 
-    def tree(kind: str) -> models.Params:
-        def one(name: str, leaf: Any, spec: Any) -> Tensor:
-            return reader.shard(f"{kind}.{name}", spec, leaf.shape, mesh).to(ranks.device)
+    def shard(name: str, leaf: Any, spec: Any) -> Tensor:
+        return reader.shard(f"params.{name}", spec, leaf.shape, mesh).to(ranks.device)
 
-        return map_params(one, abstract(setup.model), specs)
-
-    params = tree("params")
-    steps = pytree.tree_map_only(
-        Tensor, lambda t: torch.full_like(t, float(meta["updates"])), adamw_init(params).steps
-    )
+    params = map_params(shard, abstract(setup.model), specs)
+    state = adamw_init(params, arena=home)
+    for kind in ("exp_avg", "exp_avg_sq"):
+        trees = (getattr(state, kind), specs, abstract(setup.model))
+        for (name, moment), (_, spec), (_, leaf) in zip(*map(named_leaves, trees), strict=True):
+            moment.copy_(reader.shard(f"{kind}.{name}", spec, leaf.shape, mesh))
+    pytree.tree_map_only(Tensor, lambda t: t.fill_(float(meta["updates"])), state.steps)
     step, rest = divmod(meta["rows"], setup.num_rows)
     if rest or step != reader.index.step:
         raise ValueError(
@@ -108,5 +112,4 @@ def _read(reader: Reader, setup: Setup, mesh: Mesh, ranks: Ranks) -> State:
                 torch.cuda.set_rng_state(kept, ranks.device)
             else:
                 torch.set_rng_state(kept)
-    state = AdamWState(tree("exp_avg"), tree("exp_avg_sq"), steps)
     return State(params, state, step, meta["updates"])

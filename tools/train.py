@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from usp import adamw_init, models
+from usp.arena import Arena
 from usp.mesh import build_mesh
 from usp.state import Saver
 from usp.tools import facts
@@ -55,9 +56,10 @@ def _train(cfg: Train, ranks: Ranks, stop: Stop) -> int:
     sizes = {"dp": cfg.dp, "ring": cfg.ring, "ulysses": cfg.ulysses}
     mesh: Mesh = build_mesh(**sizes, device_type=ranks.device.type) if ranks.world > 1 else sizes
     options = step_options(cfg, setup, mesh, ranks)
+    home = Arena() if options.pop("moments") == "host" else None  # of the moments
     ranks.doing("reading the model")
-    state = restore(cfg.out / STATE, setup, mesh, ranks) if resumed else None
-    state = first_state(cfg, setup, mesh, ranks) if state is None else state
+    state = restore(cfg.out / STATE, setup, mesh, ranks, home) if resumed else None
+    state = first_state(cfg, setup, mesh, ranks, home) if state is None else state
     if ranks.exchange(finished(cfg, state))[0]:
         if ranks.first:
             print(f"{cfg.out} holds step {state.step} and its export: nothing is left to do", flush=True)
@@ -95,11 +97,11 @@ def export(cfg: Train, setup: Setup, state: State, mesh: Mesh, ranks: Ranks, sto
         print(f"saved {cfg.out}/hf (Hugging Face), {cfg.out}/metrics.jsonl, {cfg.out}/loss.png", flush=True)
 
 
-def first_state(cfg: Train, setup: Setup, mesh: Mesh, ranks: Ranks) -> State:
+def first_state(cfg: Train, setup: Setup, mesh: Mesh, ranks: Ranks, home: Arena | None) -> State:
     """The checkpoint's weights and an optimizer that has done nothing."""
     read = partial(models.from_hf, cfg.model, table=setup.table, mesh=mesh, dtype=torch.float32)
     _, params = ranks.checked(lambda: read(device=ranks.device))
-    return State(params, adamw_init(params))
+    return State(params, adamw_init(params, arena=home))
 
 
 def finished(cfg: Train, state: State) -> bool:

@@ -1,4 +1,5 @@
-"""Losses of whole sequences (preference optimisation, policy gradients) where a sequence is cut over ranks.
+"""Losses of tokens that do not all count alike, and of whole sequences (preference optimisation, policy
+gradients), where a sequence is cut over ranks.
 
 Log-probabilities of tokens are made in tiles, summed per document on each rank, and only those sums travel:
 neither logits nor log-probabilities of tokens are ever gathered.
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from usp.data import Batch, Shard
-from usp.loss import MAX_TILE_ELEMENTS, gradients, tile_logits, tiles
+from usp.loss import IGNORE, MAX_TILE_ELEMENTS, gradients, tile_logits, tiles
 from usp.mesh import MeshLike, P, Table, axis_sizes, local_slices, redistribute
 from usp.order import ring_degree, zigzag
 
@@ -34,6 +35,23 @@ def token_losses(x: Tensor, weight: Tensor, labels: Tensor, *, tile: int = 1024)
     tile = max(1, min(tile, MAX_TILE_ELEMENTS // weight.shape[0]))
     flat = _TokenLosses.apply(x.reshape(-1, x.shape[-1]), weight, labels.reshape(-1), tile)  # type: ignore[no-untyped-call]
     return cast(Tensor, flat).view(labels.shape)
+
+
+def weighted_cross_entropy(
+    x: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor, *, tile: int = 1024
+) -> Tensor:
+    """Sum of each token's loss times its weight; exactly zero, and no gradient, where a weight is 0.
+
+    As `token_losses`, and token_weights [...] of the labels' shape; a scalar. The caller divides by the sum
+    of the weights of all ranks.
+    """
+    if token_weights.shape != labels.shape:
+        raise ValueError(
+            f"token_weights={tuple(token_weights.shape)} must have the shape of labels, got "
+            f"{tuple(labels.shape)}. Pass one number for each label."
+        )
+    losses = token_losses(x, weight, labels.where(token_weights != 0, IGNORE), tile=tile)
+    return (losses * token_weights.to(losses.dtype)).sum()
 
 
 def document_ids(batch: Batch, shard: Shard, *, table: Table, mesh: MeshLike) -> tuple[Tensor, int]:

@@ -54,6 +54,9 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
         )
 
 
+MOST_DOCUMENTS = 65535  # a CUDA grid's limit in its second and third dimension
+
+
 def ring_of(
     length: int, num_heads: int, num_kv_heads: int, table: Table | None, mesh: MeshLike | None, exchange: str
 ) -> Ring:
@@ -123,6 +126,11 @@ def _boundaries(cu_seqlens: Any, row_edges: tuple[int, ...]) -> tuple[int, ...]:
         raise ValueError(
             f"cu_seqlens must be on the CPU, got {cu_seqlens.device}: reading it would wait for the device. "
             f"Keep it where shard_batch made it."
+        )
+    if len(cu_seqlens) - 1 > MOST_DOCUMENTS:
+        raise ValueError(
+            f"cu_seqlens must hold at most {MOST_DOCUMENTS} documents, as many as one launch of a GPU kernel "
+            f"takes, got {len(cu_seqlens) - 1}. Spread them over more batches."
         )
     edges = tuple(cu_seqlens.tolist())
     rising = all(a < b for a, b in pairwise(edges))

@@ -27,6 +27,8 @@ class Given(TypedDict, total=False):
     compile: bool
     batch: int
     accumulate: int
+    moments: str
+    """Where AdamW's moments live: "device", "host", or "auto"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +40,13 @@ class Settings:
     offload: str = "none"
     mlp_tile: int | None = None
     head_chunks: int = 1
+    moments: str = "device"
     reasons: tuple[str, ...] = ()
     memory: Memory = NOTHING
 
     def options(self) -> dict[str, Any]:
-        """Keyword arguments of `usp.models.loss`; offload="host" also wants an `arena`."""
+        """Keyword arguments of `usp.models.loss`; offload="host" also wants an `arena`. `moments` is not one
+        of them: `usp.adamw_init` takes an arena for "host"."""
         names = ("remat", "group", "offload", "mlp_tile", "head_chunks")
         return {name: getattr(self, name) for name in names}
 
@@ -55,6 +59,7 @@ class Settings:
         words += ["offload=host"] if self.offload == "host" else []
         words += [f"mlp_tile={self.mlp_tile}"] if self.mlp_tile else []
         words += [f"head_chunks={self.head_chunks}"] if self.head_chunks > 1 else []
+        words += ["moments=host"] if self.moments == "host" else []
         return ", ".join(words)
 
 
@@ -76,7 +81,7 @@ def choose_settings(
     room = int(gpu_bytes * (1 - SPARE))
     tried: list[str] = []
     best: Settings | None = None
-    for settings in candidates(cfg, table, sizes, seq_len):
+    for settings in candidates(cfg, table, sizes, seq_len, moments=given.get("moments", "auto")):
         memory = _memory(cfg, table, sizes, seq_len, settings, given)
         need = memory.peak.nbytes
         if need > room:
@@ -98,13 +103,24 @@ def choose_settings(
     )
 
 
-def candidates(cfg: LlamaConfig, table: Table, sizes: Mapping[str, int], seq_len: int) -> Iterator[Settings]:
+def candidates(
+    cfg: LlamaConfig, table: Table, sizes: Mapping[str, int], seq_len: int, *, moments: str = "auto"
+) -> Iterator[Settings]:
     """All settings that are tried, cheapest first.
 
     Nothing again; then the first layers but for their attention, from few to all of them (the last ones'
-    graphs are used, and let go, first); then the MLP in tiles, the heads in chunks, the host's memory; then
-    attention again too; then groups of layers, each run once more.
+    graphs are used, and let go, first); then the MLP in tiles, the heads in chunks, the host's memory for
+    what is kept, then for the moments; then attention again too; then groups of layers, each run once more.
+    `moments`: "auto", or where they live in all of them.
     """
+    for settings in _candidates(cfg, table, sizes, seq_len):
+        if moments == "auto":
+            yield settings
+        elif settings.moments == "device":
+            yield replace(settings, moments=moments)
+
+
+def _candidates(cfg: LlamaConfig, table: Table, sizes: Mapping[str, int], seq_len: int) -> Iterator[Settings]:
     layers = cfg.num_layers
     yield Settings()
     for eighths in range(1, 8):
@@ -117,12 +133,16 @@ def candidates(cfg: LlamaConfig, table: Table, sizes: Mapping[str, int], seq_len
     tile = MLP_TILE if where.tokens(table.mlp_x) > MLP_TILE else None
     for remat in ("attention", "full"):
         for offload in ("none", "host"):
-            yield from _finer(Settings(remat=remat, offload=offload), tile, chunks)
+            finer = list(_finer(Settings(remat=remat, offload=offload), tile, chunks))
+            yield from finer
+        yield replace(finer[-1], moments="host")
     for group in (2, 4, 8, 16, 32):
         if group < layers:
             for offload in ("none", "host"):
                 last = Settings(remat="full", offload=offload, group=group)
-                yield from list(_finer(last, tile, chunks))[-1:]
+                last = list(_finer(last, tile, chunks))[-1]
+                yield last
+            yield replace(last, moments="host")
 
 
 def _finer(settings: Settings, tile: int | None, chunks: int) -> Iterator[Settings]:
@@ -188,6 +208,7 @@ def _memory(
         accumulate=given.get("accumulate", 1),
         dtype=given.get("dtype", torch.bfloat16),
         compile=given.get("compile", False),
+        moments=settings.moments,
         **settings.options(),
     )  # fmt: skip
 

@@ -78,8 +78,8 @@ def test_in_the_warm_up_and_in_an_epoch(
     through: Path, model_dir: Path, corpus: Path, tmp_path: Path
 ) -> None:  # case H60, H61, D40
     """Stopped twice: everything is that of the run without interruption, random state included."""
-    for steps in (3, 7, STEPS):
-        usp(["train", *words(model_dir, corpus, tmp_path, "--resume", steps=steps)])
+    for steps, moments in ((3, "device"), (7, "host"), (STEPS, "host")):
+        usp(["train", *words(model_dir, corpus, tmp_path, "--resume", steps=steps, moments=moments)])
         assert curve(tmp_path) == curve(through)[:steps]
     assert_same(tmp_path, through)
     assert [row[3] for row in curve(tmp_path)[:5]] == pytest.approx([6e-4, 1.2e-3, 1.8e-3, 2.4e-3, 3e-3])

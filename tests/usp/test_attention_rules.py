@@ -227,3 +227,9 @@ def test_long_boundaries_and_other_sinks() -> None:
     assert torch.equal(attention(*X, cu_seqlens=edges), attention(*X, cu_seqlens=edges.int()))
     sinks = torch.zeros(6)
     assert torch.equal(attention(*X, sinks=sinks), attention(*X, sinks=sinks.double()))
+
+
+def test_more_documents_than_a_launch_takes() -> None:  # case H57
+    q = torch.zeros(1, 65536, 1, 2)
+    with pytest.raises(ValueError, match="cu_seqlens must hold at most 65535 documents"):
+        attention(q, q, q, cu_seqlens=torch.arange(65537, dtype=torch.int32))

@@ -11,7 +11,15 @@ from torch import Tensor
 from tests.pool import Pool
 from usp import Batch, shard_batch, value_and_grad
 from usp.mesh import TABLES, P, build_mesh, redistribute
-from usp.sequence_loss import document_ids, dpo_loss, sequence_log_probs, share, sum_by_document, token_losses
+from usp.sequence_loss import (
+    document_ids,
+    dpo_loss,
+    sequence_log_probs,
+    share,
+    sum_by_document,
+    token_losses,
+    weighted_cross_entropy,
+)
 
 ROWS, SEQ, D, V = 4, 13, 6, 17  # S is no multiple of any mesh
 CUTS = [[0, 5, 13], [0, 1, 13], [0, 13], [0, 6, 12, 13]]  # 8 documents; one token alone has no target
@@ -101,6 +109,24 @@ def test_token_losses(tile: int) -> None:
     assert torch.autograd.gradgradcheck(lambda x, w: token_losses(x, w, labels, tile=tile), (x, weight))
 
 
+def test_weights() -> None:
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 7, D, generator=g, dtype=torch.float64, requires_grad=True)
+    head = torch.randn(V, D, generator=g, dtype=torch.float64)
+    head[3] *= 1e200  # the loss of token 3 is infinite: a weight of 0 must hide it
+    head.requires_grad_()
+    labels, weights = torch.randint(4, V, (2, 7), generator=g), torch.rand(2, 7, generator=g)
+    labels[0, 2], labels[1, 4] = -100, 3
+    weights[1, 4] = weights[0, 0] = 0.0
+    got = weighted_cross_entropy(x, head, labels, weights, tile=3)
+    kept = (labels != -100) & (weights != 0)
+    want = (F.cross_entropy((x @ head.T)[kept], labels[kept], reduction="none") * weights[kept]).sum()
+    assert torch.isfinite(got)
+    assert abs(got - want) <= TOLERANCE * want
+    for a, b in zip(*(torch.autograd.grad(y, (x, head)) for y in (got, want)), strict=True):
+        assert (a - b).abs().max() <= TOLERANCE * b.abs().max()
+
+
 def test_padding_belongs_to_no_document() -> None:
     one = {"dp": 1, "ring": 1, "ulysses": 1}
     valid = torch.arange(6) < torch.tensor([[4], [6]])
@@ -116,5 +142,8 @@ def test_padding_belongs_to_no_document() -> None:
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="leading shape"):
         token_losses(torch.ones(2, D), torch.ones(V, D), torch.zeros(3, dtype=torch.int64))
+    labels = torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(ValueError, match="the shape of labels"):
+        weighted_cross_entropy(torch.ones(2, D), torch.ones(V, D), labels, torch.ones(3))
     with pytest.raises(ValueError, match="in turn"):
         dpo_loss(torch.ones(3), torch.ones(3))

@@ -117,3 +117,18 @@ def test_longest(host: int) -> None:
     choose_settings(LLAMA, TABLES["usp"], TWO, seq_len, 141 * 10**9, host, compile=True)
     with pytest.raises(ValueError, match="must fit"):
         choose_settings(LLAMA, TABLES["usp"], TWO, int(seq_len * 1.02), 141 * 10**9, host, compile=True)
+
+
+def test_moments_go_to_the_host_when_nothing_else_fits() -> None:
+    """All 32 layers on one GPU: parameters and gradients leave no room for them there."""
+    whole, one = replace(LLAMA, num_layers=32), {"dp": 1, "ring": 1, "ulysses": 1}
+    found = choose_settings(whole, TABLES["usp"], one, 2**17, 141 * 10**9, 300 * 10**9, compile=True)
+    assert found.moments == "host"
+    assert found.memory.host > 2 * 4 * 8e9  # both moments, and what is kept for the backward
+    with pytest.raises(ValueError, match="must fit gpu_memory"):
+        choose_settings(
+            whole, TABLES["usp"], one, 2**17, 141 * 10**9, 300 * 10**9, compile=True, moments="device"
+        )
+    asked = choose_settings(LLAMA, TABLES["usp"], TWO, 2**13, 141 * 10**9, 200 * 10**9, moments="host")
+    assert (asked.remat, asked.moments) == ("none", "host")
+    assert "moments" not in asked.memory.peak.parts
