@@ -30,7 +30,7 @@ check: $(READY)
 	$(PY) -m mypy
 
 bench: $(READY)
-	@echo "usp bench is not there yet; see the status list in README.md" && exit 1
+	$(PY) -m usp.tools.cli bench $(ARGS)
 
 # torch first, in its tested version: the rest then finds its requirement met and does not choose another build.
 $(VENV)/.usp-ready: pyproject.toml setup.py
@@ -39,6 +39,7 @@ $(VENV)/.usp-ready: pyproject.toml setup.py
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	DS_BUILD_OPS=0 $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -e '.[deepspeed]'
 	@touch $@
 
 clean:

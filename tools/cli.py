@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import tyro
 
 from usp.tools.config import Convert, Train
+from usp.tools.config_bench import Bench
 from usp.tools.config_eval import Eval
 from usp.tools.config_plan import Plan
 
@@ -16,6 +17,7 @@ Command = (
     | Annotated[Convert, tyro.conf.subcommand("convert", prefix_name=False)]
     | Annotated[Eval, tyro.conf.subcommand("eval", prefix_name=False)]
     | Annotated[Plan, tyro.conf.subcommand("plan", prefix_name=False)]
+    | Annotated[Bench, tyro.conf.subcommand("bench", prefix_name=False)]
 )
 
 
@@ -42,6 +44,10 @@ def main(args: Sequence[str] | None = None) -> None:
             from usp.tools.plan import plan
 
             return print(plan(command))
+        if isinstance(command, Bench):
+            from usp.tools.bench.main import bench
+
+            return bench(command, words[1:])
         from usp.tools.convert import convert
 
         convert(command)

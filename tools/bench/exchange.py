@@ -1,91 +1,163 @@
-"""Moving q, k, v to the heads and the result back, against a raw all-to-all of the same bytes: torchrun."""
+"""Attention's exchange alone: q, k, v to the heads and the result back, against all-to-alls of their bytes.
+
+Contenders are timed with an attention that costs nothing, which hands q on and k, v back as gradients: ours,
+yunchang's `SeqAllToAll4D`, and what DeepSpeed wraps around a Transformers attention. Ours is also timed piece
+by piece, and from q, k, v that the projection has written in the order of the wire, as the model does.
+"""
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
+import importlib
 from collections.abc import Callable
-from pathlib import Path
+from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from usp import heads_to_seq
+from usp import heads_to_seq, seq_to_heads
 from usp.heads import wire, wired_to_heads
 from usp.mesh import TABLES, build_mesh
+from usp.models import LlamaConfig
+from usp.tools.bench.job import Job, Row
+from usp.tools.bench.peers import deepspeed
+from usp.tools.bench.place import Place
+from usp.tools.bench.shape import shape
+from usp.tools.bench.timing import timed
 
-HEADS, SIZE = (32, 8, 8), 128
-
-
-def milliseconds(fn: Callable[[], Any], repeats: int = 20) -> float:
-    """Median, on the device."""
-    for _ in range(3):
-        fn()
-    times = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        dist.barrier()
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        fn()
-        stop.record()
-        torch.cuda.synchronize()
-        times.append(float(start.elapsed_time(stop)))
-    return sorted(times)[repeats // 2]
+Exchange = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__)
-    p.add_argument("--seq-len", type=int, nargs="+", default=[8192, 32768, 131072, 524288])
-    p.add_argument("--batch", type=int, default=1)
-    p.add_argument("--out", type=Path, default=None)
-    args = p.parse_args()
-    local, world = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.cuda.set_device(local)
-    device = torch.device("cuda", local)
-    dist.init_process_group("nccl", device_id=device)
-    mesh, table = build_mesh(ulysses=world), TABLES["ulysses"]
-    group = mesh.get_group("ulysses")
-    for seq_len in args.seq_len:
-        part, where = seq_len // world, {"mesh": mesh, "table": table, "seq_len": seq_len}
-        own = [(n // world, SIZE) for n in HEADS]
+class Through(torch.autograd.Function):
+    """An attention that costs nothing: its result is q, its gradients are what it was given."""
 
-        def randn(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, device=device, dtype=torch.bfloat16)
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return q.view_as(q)
 
-        q, k, v = (randn(args.batch, part, n, SIZE) for n in HEADS)
-        wired = wire([q, k, v], world).requires_grad_()
-        o = randn(args.batch, seq_len, HEADS[0] // world, SIZE).requires_grad_()
-        flat, flat_o = torch.empty_like(wired).view(-1), torch.empty_like(o).view(-1)
-        there = wired_to_heads(wired, own, **where)
-        back = heads_to_seq(o, num_heads=HEADS[0], **where)
-        ups, up = [torch.randn_like(t).contiguous() for t in there], torch.randn_like(back)
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
 
-        def raw(x: torch.Tensor) -> Callable[[], Any]:
-            y = torch.empty_like(x)
-            return lambda: dist.all_to_all_single(y, x, group=group)
-
-        row = {
-            "seq_len": seq_len,
-            "batch": args.batch,
-            "world": world,
-            "raw_qkv": milliseconds(raw(flat)),
-            "qkv": milliseconds(lambda: wired_to_heads(wired.detach(), own, **where)),  # noqa: B023
-            "qkv_packed": milliseconds(lambda: wired_to_heads(wire([q, k, v], world), own, **where)),  # noqa: B023
-            "qkv_backward": milliseconds(lambda: torch.autograd.grad(there, wired, ups, retain_graph=True)),  # noqa: B023
-            "raw_o": milliseconds(raw(flat_o)),
-            "o": milliseconds(lambda: heads_to_seq(o.detach(), num_heads=HEADS[0], **where)),  # noqa: B023
-            "o_backward": milliseconds(lambda: torch.autograd.grad(back, o, up, retain_graph=True)),  # noqa: B023
-        }
-        if dist.get_rank() == 0:
-            print(" ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()))
-            if args.out:
-                with args.out.open("a") as f:
-                    f.write(json.dumps(row) + "\n")
-    dist.destroy_process_group()
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, ...]:
+        return grads[0], *ctx.saved_tensors
 
 
-if __name__ == "__main__":
-    main()
+def through(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    found: Tensor = Through.apply(q, k, v)  # type: ignore[no-untyped-call]
+    return found
+
+
+def run(job: Job, place: Place) -> None:
+    cfg = shape(job.model, job.layers)
+    heads = cfg.num_heads, cfg.num_kv_heads, cfg.num_kv_heads
+    mesh = build_mesh(ulysses=place.world)
+    for batch, seq_len in product(job.batch_sizes, sorted(job.seq_lens)):
+        row = {**job.facts(), "label": f"batch {batch}", "batch": batch, "seq_len": seq_len}
+
+        def randn(num: int, tokens: int, batch: int = batch) -> Tensor:
+            return torch.randn(batch, tokens, num, cfg.head_dim, device=place.device, dtype=place.dtype)
+
+        part = seq_len // place.world
+        q, k, v = (randn(n, part).requires_grad_() for n in heads)
+        try:
+            exchange = contender(job.contender, cfg, place, mesh, batch, seq_len)
+            o = exchange(q, k, v)
+            up = torch.randn_like(o)
+            there = timed(lambda: exchange(q, k, v), place.device)  # noqa: B023
+            back = timed(lambda: torch.autograd.grad(o, (q, k, v), up, retain_graph=True), place.device)  # noqa: B023
+        except ValueError as e:
+            place.emit({**row, "error": str(e)})
+            continue
+        raw = raw_ms(torch.cat([t.detach().flatten() for t in (q, k, v)]), place)
+        raw += raw_ms(q.detach().flatten(), place)
+        row |= {"raw_ms": raw, "forward_ms": there.device, "backward_ms": back.device}
+        row |= {"host_ms": there.host, "over_raw": (there.device + back.device) / raw / 2}
+        if job.contender == "usp":
+            row |= pieces(q.detach(), k.detach(), v.detach(), mesh, seq_len, place)
+        place.emit(row)
+
+
+def raw_ms(flat: Tensor, place: Place) -> float:
+    """An all-to-all of these bytes, and nothing else."""
+    came = torch.empty_like(flat)
+    return timed(lambda: dist.all_to_all_single(came, flat), place.device).device
+
+
+def contender(name: str, cfg: LlamaConfig, place: Place, mesh: Any, batch: int, seq_len: int) -> Exchange:
+    """q, k, v [B, S@rank, N, H] -> o [B, S@rank, N, H], there and back around `through`."""
+    table = TABLES["ulysses"]
+    if name == "usp":
+
+        def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            o = through(*seq_to_heads(q, k, v, mesh=mesh, table=table, seq_len=seq_len))
+            return heads_to_seq(o, num_heads=cfg.num_heads, mesh=mesh, table=table, seq_len=seq_len)
+
+        return ours
+    if name == "yunchang":
+        one: Any = importlib.import_module("yunchang.comm.all_to_all").SeqAllToAll4D
+        group = dist.group.WORLD
+
+        def yunchang(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            moved = (one.apply(group, t, 2, 1, False) for t in (q, k, v))
+            found: Tensor = one.apply(group, through(*moved), 1, 2, False)
+            return found
+
+        return yunchang
+    return alst(cfg, place, batch)
+
+
+def alst(cfg: LlamaConfig, place: Place, batch: int) -> Exchange:
+    """DeepSpeed's wrapper, its gather of the positions included, as it is in every layer."""
+    deepspeed.load(place)
+
+    def inner(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **rest: Any) -> tuple[Tensor, None]:
+        return through(q, k, v).transpose(1, 2).contiguous(), None
+
+    wrapper: Any = deepspeed.ulysses().UlyssesSPAttentionHF(
+        attn=inner,
+        batch_size=batch,
+        attn_head_count=cfg.num_heads,
+        attn_head_size=cfg.head_dim,
+        kv_head_count=cfg.num_kv_heads,
+        num_hidden_layers=1,
+        process_group=dist.group.WORLD,
+        seq_length_is_variable=True,
+    )
+    module = torch.nn.Module()
+    module.num_key_value_groups = cfg.num_heads // cfg.num_kv_heads  # type: ignore[assignment]
+
+    def exchange(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        own = torch.arange(q.shape[1], device=q.device) + place.rank * q.shape[1]
+        first = (t.transpose(1, 2) for t in (q, k, v))
+        found: Tensor = wrapper(
+            module, *first, None, position_ids=own.expand(batch, -1), scaling=cfg.head_dim**-0.5
+        )[0]
+        return found.view(q.shape)
+
+    return exchange
+
+
+def pieces(q: Tensor, k: Tensor, v: Tensor, mesh: Any, seq_len: int, place: Place) -> Row:
+    """Milliseconds of our parts: q, k, v from the wire's order and packed, the result, their gradients."""
+    world, where = place.world, {"mesh": mesh, "table": TABLES["ulysses"], "seq_len": seq_len}
+    num_heads, size = q.shape[2:]
+    own = [(t.shape[2] // world, size) for t in (q, k, v)]
+    wired = wire([q, k, v], world).requires_grad_()
+    there = wired_to_heads(wired, own, **where)
+    o = there[0].detach().contiguous().requires_grad_()
+    back = heads_to_seq(o, num_heads=num_heads, **where)
+    ups, up = [torch.randn_like(t).contiguous() for t in there], torch.randn_like(back)
+    parts: dict[str, Callable[[], Any]] = {
+        "qkv": lambda: wired_to_heads(wired.detach(), own, **where),
+        "qkv_packed": lambda: wired_to_heads(wire([q, k, v], world), own, **where),
+        "qkv_backward": lambda: torch.autograd.grad(there, wired, ups, retain_graph=True),
+        "o": lambda: heads_to_seq(o.detach(), num_heads=num_heads, **where),
+        "o_backward": lambda: torch.autograd.grad(back, o, up, retain_graph=True),
+    }
+    found = {f"{name}_ms": timed(part, place.device).device for name, part in parts.items()}
+    for name, sent in (("raw_qkv_ms", wired), ("raw_o_ms", o)):
+        found[name] = raw_ms(sent.detach().flatten(), place)
+    return found

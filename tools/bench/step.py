@@ -1,18 +1,17 @@
-"""Time and memory of whole training steps on random weights: `torchrun -m usp.tools.bench.step --help`."""
+"""Our own training steps on random weights: one setting after the other, at every length, in one process."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import time
-from collections.abc import Callable
-from itertools import product
+import gc
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from usp import (
     Batch,
@@ -25,184 +24,164 @@ from usp import (
     value_and_grad,
 )
 from usp.arena import Arena
+from usp.kernels import choose
 from usp.mesh import TABLES, build_mesh, local_shape
 from usp.models import LlamaConfig
+from usp.models.plan.settings import SPARE, candidates
 from usp.optim import clip_scale
+from usp.tools.bench.job import PLAN, Job, Row, Setting
+from usp.tools.bench.place import Place
+from usp.tools.bench.shape import figures, guess_seconds, shape
+from usp.tools.bench.timing import SHORT, held, measure, release, repeats, wait
 
-LLAMA_3_8B: dict[str, Any] = {
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_heads": 32,
-    "num_kv_heads": 8,
-    "rope_theta": 500000.0,
-}
-DEFAULTS: dict[str, Any] = {
-    "remat": "attention",
-    "group": 1,
-    "offload": "none",
-    "kernel": "auto",
-    "head_chunks": 1,
-    "mlp_tile": None,
-    "compile": True,
-    "stored": 0,  # so many of the last layers keep everything
-}
+ROOMS = (1.0, 0.9)  # of the device's memory, that a planned setting may take: the second when the first fails
+OPTIONS = ("remat", "group", "offload", "mlp_tile", "head_chunks")
 
 
-def flops_per_token(cfg: LlamaConfig, seq_len: int) -> float:
-    """6 N + 6 L H d S: causal, no recomputation counted, N without the input embedding."""
-    d, f, h = cfg.hidden_size, cfg.intermediate_size, cfg.head_dim
-    layer = d * h * (2 * cfg.num_heads + 2 * cfg.num_kv_heads) + 3 * d * f
-    weights = cfg.num_layers * layer + cfg.vocab_size * d
-    return 6 * weights + 6 * cfg.num_layers * cfg.num_heads * h * seq_len
+def run(job: Job, place: Place) -> None:
+    """A row for every setting and length; after one that does not fit, none longer with that setting."""
+    cfg = shape(job.model, job.layers)
+    model: Model | None = None
+    for setting in job.settings:
+        if model is None or (setting.table, setting.ring) != model.scheme:
+            del model
+            gc.collect()
+            model = Model(cfg, setting, place, host_memory=job.host_memory)
+        failed = ""
+        for done, seq_len in enumerate(sorted(job.seq_lens)):
+            row = {**job.facts(), "label": setting.label, "variant": setting.variant, "seq_len": seq_len}
+            row |= {"error": f"not tried: {failed}"} if failed else model.row(job, setting, seq_len, done)
+            if "out of memory" in row.get("error", "") and not failed:
+                failed = f"out of memory at {seq_len} tokens"
+            place.emit(row)
 
 
-def parse() -> argparse.Namespace:
-    p = argparse.ArgumentParser(description=__doc__)
-    p.add_argument("--layers", type=int, default=8)
-    p.add_argument("--seq-len", type=int, nargs="+", default=[32768])
-    p.add_argument("--ring", type=int, default=1)
-    p.add_argument("--table", default="usp")
-    p.add_argument(
-        "--setting", nargs="+", default=[""],
-        help=f"options of the model, each setting as name=value,name=value; known: {', '.join(DEFAULTS)}",
-    )  # fmt: skip
-    p.add_argument("--steps", type=int, default=3)
-    p.add_argument("--trace", type=Path, default=None, help="write a Chrome trace of one step here")
-    p.add_argument("--out", type=Path, default=None, help="append one line of JSON per length here")
-    return p.parse_args()
+class Model:
+    """Parameters and moments in float32 on one table and mesh, and steps with any options."""
 
+    def __init__(
+        self, cfg: LlamaConfig, setting: Setting, place: Place, *, host_memory: int | None = None
+    ) -> None:
+        self.cfg, self.place, self.table = cfg, place, TABLES[setting.table]
+        self.host_memory = host_memory
+        self.scheme = setting.table, setting.ring
+        self.sizes = {"dp": 1, "ring": setting.ring, "ulysses": place.world // setting.ring}
+        self.mesh: DeviceMesh | Mapping[str, int] = (
+            build_mesh(ring=self.sizes["ring"], ulysses=self.sizes["ulysses"])
+            if place.world > 1
+            else self.sizes
+        )
+        self.specs = models.param_specs(cfg, self.table)
 
-def read_setting(text: str) -> dict[str, Any]:
-    setting = dict(DEFAULTS)
-    for part in filter(None, text.split(",")):
-        name, _, value = part.partition("=")
-        if name not in DEFAULTS:
-            raise SystemExit(f"--setting {text!r} must use {', '.join(DEFAULTS)}, got {name!r}.")
-        setting[name] = {"None": None, "True": True, "False": False}.get(value, value)
-        if value.isdigit():
-            setting[name] = int(value)
-    return setting
-
-
-class Bench:
-    """One model's parameters and moments, float32 shards; computation is bfloat16."""
-
-    def __init__(self, layers: int, table: str, device: torch.device, mesh: Any) -> None:
-        self.table, self.mesh = TABLES[table], mesh
-        self.cfg = LlamaConfig(num_layers=layers, **LLAMA_3_8B)
-        self.specs = models.param_specs(self.cfg, self.table)
-
-        def make(_: str, leaf: Any, spec: Any) -> torch.Tensor:
-            shape = local_shape(spec, leaf.shape, mesh)
+        def make(_: str, leaf: Any, spec: Any) -> Tensor:
+            size = local_shape(spec, leaf.shape, self.mesh)
             if leaf.init == "normal":
-                return torch.randn(shape, device=device) * 0.02
-            return torch.ones(shape, device=device)
+                return torch.randn(size, device=place.device) * 0.02
+            return torch.ones(size, device=place.device)
 
-        self.params = models.map_params(make, models.abstract(self.cfg), self.specs)
+        torch.manual_seed(place.rank)
+        self.params = models.map_params(make, models.abstract(cfg), self.specs)
         self.state = adamw_init(self.params)
-        self.arena = Arena()
+        self.base = held(place.device)
 
-    def step_with(self, setting: dict[str, Any]) -> Callable[[Any], torch.Tensor]:
-        options = {name: value for name, value in setting.items() if name != "stored"}
-        options |= {"dtype": torch.bfloat16, "arena": self.arena if setting["offload"] == "host" else None}
-        if setting["stored"]:
-            rest = self.cfg.num_layers - setting["stored"]
-            options["remat"] = [setting["remat"]] * rest + ["none"] * setting["stored"]
+    def shard(self, seq_len: int) -> Any:
+        generator = torch.Generator().manual_seed(seq_len)
+        tokens = torch.randint(self.cfg.vocab_size, (1, seq_len), generator=generator)
+        return shard_batch(Batch(tokens), table=self.table, mesh=self.mesh, device=self.place.device)
+
+    def step(self, shard: Any, **options: Any) -> Callable[[], Tensor]:
+        """One training step: loss, gradients, clipping, AdamW."""
         loss_and_grads = value_and_grad(
-            lambda p, shard: models.loss(p, shard, self.cfg, table=self.table, mesh=self.mesh, **options)
+            lambda p: models.loss(p, shard, self.cfg, table=self.table, mesh=self.mesh, **options)
         )
 
-        def step(shard: Any) -> torch.Tensor:
-            loss, grads = loss_and_grads(self.params, shard)
+        def step() -> Tensor:
+            loss, grads = loss_and_grads(self.params)
             grads = reduce_grads(grads, self.specs, self.mesh)
             scale = clip_scale(global_norm(grads, self.specs, self.mesh), 1.0)
             adamw_update(self.params, grads, self.state, lr=1e-5, grad_scale=scale)
-            result: torch.Tensor = loss.detach()
+            result: Tensor = loss.detach()
             return result
 
         return step
 
+    def foretold(self, seq_len: int, **options: Any) -> models.Memory:
+        return models.training_memory(self.cfg, self.table, self.sizes, batch=1, seq_len=seq_len, **options)
 
-def measure(step: Any, shard: Any, steps: int) -> dict[str, Any]:
-    """Steps one after the other, as in training: the host does not wait between them."""
-    began = time.perf_counter()
-    loss = step(shard)
-    torch.cuda.synchronize()
-    first = time.perf_counter() - began
-    torch.cuda.reset_peak_memory_stats()
-    dist.barrier()
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    for _ in range(steps):
-        loss = step(shard)
-    host = time.perf_counter() - began
-    torch.cuda.synchronize()
-    seconds = (time.perf_counter() - began) / steps
-    peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    return {
-        "first": first, "seconds": seconds, "host": host / steps, "loss": float(loss), "peak": peak,
-        "reserved": reserved,
-    }  # fmt: skip
+    def plans(self, setting: Setting, seq_len: int, **given: Any) -> Iterator[dict[str, Any]]:
+        """The setting's options; for remat="plan" the fastest that fit, more cautiously each time."""
+        if setting.remat != PLAN:
+            options = {name: getattr(setting, name) for name in OPTIONS}
+            if setting.stored:
+                rest = self.cfg.num_layers - setting.stored
+                options["remat"] = [setting.remat] * rest + ["none"] * setting.stored
+            yield options
+            return
+        world, ring = setting.like or self.place.world, setting.ring
+        sizes = {"dp": 1, "ring": ring, "ulysses": world // ring}
+        seq_len = seq_len * world // self.place.world
+        gpu = self.place.memory() * (1 - SPARE)
+        host = self.host_memory or self.place.host_memory()
+        for room in ROOMS:
+            for one in candidates(self.cfg, self.table, sizes, seq_len):
+                options = replace(one, head_chunks=max(one.head_chunks, setting.head_chunks)).options()
+                memory = models.training_memory(
+                    self.cfg, self.table, sizes, batch=1, seq_len=seq_len, **given, **options
+                )
+                if memory.peak.nbytes <= gpu * room and memory.host <= host:
+                    yield options
+                    break
 
-
-def report(row: dict[str, Any]) -> str:
-    if "error" in row:
-        return f"ERROR {row['error']}"
-    return (
-        f"first {row['first']:.1f} s, step {row['seconds']:.3f} s, host {row['host']:.3f} s, "
-        f"{row['tokens_per_s_gpu']:.0f} tokens/s/GPU, {row['tflops_gpu']:.0f} TFLOP/s, "
-        f"peak {row['peak'] / 2**30:.1f} GiB of which {row['base'] / 2**30:.1f} parameters and moments, "
-        f"{row['kib_per_local_token']:.1f} KiB a token, host {row['host_gib']:.1f} GiB, "
-        f"loss {row['loss']:.4f}"
-    )
-
-
-def main() -> None:
-    args = parse()
-    local, world = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.cuda.set_device(local)
-    device = torch.device("cuda", local)
-    dist.init_process_group("nccl", device_id=device)
-    mesh = build_mesh(ring=args.ring, ulysses=world // args.ring)
-    bench = Bench(args.layers, args.table, device, mesh)
-    torch.cuda.empty_cache()
-    base = torch.cuda.memory_allocated()
-    for text, seq_len in product(args.setting, args.seq_len):
-        setting = read_setting(text)
-        tokens = torch.randint(
-            bench.cfg.vocab_size, (1, seq_len), generator=torch.Generator().manual_seed(seq_len)
-        )
-        shard = shard_batch(Batch(tokens), table=bench.table, mesh=mesh, device=device)
-        row: dict[str, Any] = {"layers": args.layers, "table": args.table, "ring": args.ring, "world": world}
-        row |= setting | {"seq_len": seq_len, "base": base}
-        step = bench.step_with(setting)
-        try:
-            row |= measure(step, shard, args.steps)
-            rate = flops_per_token(bench.cfg, seq_len) * seq_len / row["seconds"] / world / 1e12
+    def row(self, job: Job, setting: Setting, seq_len: int, done: int) -> Row:
+        """Facts and figures of one setting at one length, or the error it ended with."""
+        device = self.place.device
+        compiled = device.type == "cuda" if setting.compile is None else setting.compile
+        row: Row = {**job.facts(), "label": setting.label, "variant": setting.variant, "seq_len": seq_len}
+        row |= {"table": setting.table, "ring": setting.ring, "base": self.base}
+        row |= {"error": "nothing fits, as the plan foretells"}
+        given: dict[str, Any] = {"dtype": self.place.dtype, "compile": compiled}
+        guess = guess_seconds(self.cfg, seq_len, self.place.world, device.type)
+        steps, warmup = repeats(guess, job.steps)
+        for options in self.plans(setting, seq_len, **given):
+            release(device)  # also what an attempt that ran out of memory has left
+            memory, arena = self.foretold(seq_len, **given, **options), Arena()
+            own = {"arena": arena if options["offload"] == "host" else None}
+            row |= {**options, "compile": compiled, "dtype": str(self.place.dtype).removeprefix("torch.")}
             row |= {
-                "tokens_per_s_gpu": seq_len / row["seconds"] / world,
-                "tflops_gpu": rate,
-                "kib_per_local_token": (row["peak"] - base) / 1024 / (seq_len / world),
-                "host_gib": bench.arena.nbytes / 2**30 if setting["offload"] == "host" else 0.0,
+                "foretold": memory.peak.nbytes,
+                "foretold_base": memory.peak.parts["parameters"] + memory.peak.parts["moments"],
+                "foretold_host": memory.host,
             }
-        except torch.cuda.OutOfMemoryError as e:
-            row["error"] = str(e)[:120]
-        if dist.get_rank() == 0:
-            print(f"{seq_len} {args.table} ring {args.ring} [{text}]", report(row), flush=True)
-            if args.out:
-                with args.out.open("a") as f:
-                    f.write(json.dumps(row) + "\n")
-        if args.trace and "error" not in row:
-            with torch.profiler.profile() as profile:
-                step(shard)
-                torch.cuda.synchronize()
-            if local == 0:
-                profile.export_chrome_trace(str(args.trace))
-        dist.barrier()
-        torch.cuda.empty_cache()
-    dist.destroy_process_group()
+            try:
+                row["kernel"] = self.kernel(job.kernel)
+                for length in SHORT if not warmup and done < len(SHORT) else ():
+                    short = self.shard(length * self.place.world)
+                    self.step(short, **given, **options, **own, kernel=row["kernel"])()
+                step = self.step(self.shard(seq_len), **given, **options, **own, kernel=row["kernel"])
+                row |= measure(step, steps=steps, warmup=warmup, device=device)
+            except torch.OutOfMemoryError as e:
+                row["error"] = f"out of memory: {str(e)[:160]}"
+                continue
+            except ValueError as e:  # what the model refuses, on every rank
+                return {**row, "error": str(e)}
+            del row["error"]
+            row["host_bytes"] = arena.nbytes
+            if job.trace:
+                name = re.sub(r"[^a-z0-9]+", "-", setting.label)
+                self.trace(step, Path(job.trace) / f"{name}-{seq_len}.json")
+            return figures(row, self.cfg)
+        return row
 
+    def kernel(self, name: str) -> str:
+        """The kernel that `name` stands for here; "auto" is never left open."""
+        size, device, dtype = self.cfg.head_dim, self.place.device, self.place.dtype
+        return choose(name, device=device, dtype=dtype, size=size, v_size=size, features=()).name
 
-if __name__ == "__main__":
-    main()
+    def trace(self, step: Callable[[], Tensor], path: Path) -> None:
+        """A Chrome trace of one more step, from the first rank."""
+        with torch.profiler.profile() as profile:
+            step()
+            wait(self.place.device)
+        if self.place.rank == 0:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            profile.export_chrome_trace(str(path))

@@ -1,0 +1,233 @@
+"""`usp bench`: formulas, rows, ratios, commands; launches of every bad kind; and real ones on the CPU."""
+
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.tools.bench_worker import OUT_OF_MEMORY
+from usp import models, value_and_grad
+from usp.mesh import TABLES
+from usp.models.plan.local import local
+from usp.tools.bench import launch, memory, plots, scaling
+from usp.tools.bench.job import Job, Setting
+from usp.tools.bench.place import Place
+from usp.tools.bench.report import joined, load
+from usp.tools.bench.shape import TINY, flops_per_token, shape, weights
+from usp.tools.bench.step import Model
+from usp.tools.cli import main as usp
+from usp.tools.rates import Piece, Rates, step_time, total
+
+ONE = {"dp": 1, "ring": 1, "ulysses": 1}
+TWO = {"dp": 1, "ring": 1, "ulysses": 2}
+RATES = Rates(
+    device="NVIDIA H200", processes=2, kernel="flash4", matmul=7e14, attention_forward=6.9e14,
+    attention_backward=6.2e14, memory=4e12, to_host=5e10, from_host=5e10, all_to_all=1.5e11,
+)  # fmt: skip
+JSON = ("what", "command", "started", "machine", "rows")
+
+
+@pytest.fixture
+def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches run the stand-in, without torchrun, on two GPUs; every peer counts as installed."""
+    monkeypatch.setattr(launch, "WORKER", "tests.tools.bench_worker")
+    alone = launch.alone
+    monkeypatch.setattr(launch, "alone", lambda command, *rest: alone([command[0], *command[-4:]], *rest))
+    monkeypatch.setattr(launch, "GRACE", 1.0)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+
+
+def test_flops_are_the_models_own() -> None:
+    """Counted product by product: reference attention works on the whole square, of which causal is half."""
+    cfg = replace(TINY, num_layers=3, num_heads=6, num_kv_heads=2, hidden_size=40, head_dim=16)
+    model = Model(cfg, Setting(label=""), Place(0, 1, 1, torch.device("cpu"), Path()))
+    seq_len = 48
+    shard, mesh = model.shard(seq_len), model.mesh
+    loss = value_and_grad(
+        lambda p: models.loss(p, shard, cfg, table=model.table, mesh=mesh, kernel="reference")
+    )
+    with FlopCounterMode(display=False) as counter:
+        loss(model.params)
+    layer, head = weights(cfg)
+    square = 12 * cfg.num_layers * cfg.num_heads * 16 * seq_len
+    assert counter.get_total_flops() == (6 * (3 * layer + head) + square) * seq_len
+    assert flops_per_token(cfg, seq_len) == 6 * (3 * layer + head) + square / 2
+
+
+def test_one_bad_contender_leaves_the_others(made_up: None, tmp_path: Path) -> None:
+    words = ["bench", "--seq-len", "64", "128", "--gpus", "1", "--limit", "2", "--out", str(tmp_path)]
+    usp([*words, "--peers", "deepspeed", "transformers"])
+    runs = json.loads((tmp_path / "step.json").read_text())
+    assert runs["format"] == 1
+    (run,) = runs["runs"]
+    assert tuple(run) == JSON
+    assert shlex.split(run["command"]) == ["usp", *words, "--peers", "deepspeed", "transformers"]
+    rows = {(r["contender"], r["label"], r["seq_len"]): r for r in run["rows"]}
+    ours = [row for row in run["rows"] if row["contender"] == "usp"]
+    assert len(ours) == 4
+    assert not any("error" in row for row in ours)
+    # 64 tokens in 0.8 s against 64 in 0.5 s; a share of the data sheet's 989 TFLOP/s
+    assert rows["deepspeed", "recompute", 64]["ours_over"] == pytest.approx(1.6)
+    assert rows["deepspeed", "recompute", 64]["peak_share"] == pytest.approx(100 / 989)
+    lost = [rows["deepspeed", label, n] for label, n in (("recompute", 128), ("free", 64), ("free", 128))]
+    assert all(row["error"] == f"{OUT_OF_MEMORY} (exit code 1)" for row in lost)
+    late = [row for key, row in rows.items() if key[0] == "transformers"]
+    assert [row["error"] for row in late] == ["took longer than 2 s"] * 4
+    assert (tmp_path / "step.png").stat().st_size > 10_000
+    assert OUT_OF_MEMORY in (tmp_path / "step-deepspeed.log").read_text()
+
+
+def test_runs_are_added_and_drawn_again(
+    made_up: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for length in ("64", "96"):
+        usp(["bench", "--seq-len", length, "--peers", "none", "--out", str(tmp_path)])
+    assert [row["seq_len"] for row in joined(load(tmp_path / "step.json"))] == [64, 64, 96, 96]
+    capsys.readouterr()
+    usp(["bench", "--plot", str(tmp_path / "step.json"), "--out", str(tmp_path / "again")])
+    assert capsys.readouterr().out.count("made up") == 4
+    assert (tmp_path / "again" / "step.png").is_file()
+    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)  # type: ignore[attr-defined]
+    usp(["bench", "--plot", str(tmp_path / "step.json"), "--out", str(tmp_path / "none")])
+    assert "no plot: matplotlib is not installed" in capsys.readouterr().out
+    (tmp_path / "other.json").write_text("[]")
+    with pytest.raises(SystemExit, match=r"other\.json must be JSON written by usp bench"):
+        usp(["bench", "--plot", str(tmp_path / "other.json")])
+
+
+def test_dry_run_of_the_scaling(capsys: pytest.CaptureFixture[str]) -> None:
+    usp(["bench", "--what", "scaling", "--gpus", "8", "--dry-run"])
+    lines = capsys.readouterr().out.splitlines()
+    parts = scaling.parts(shape("llama-3-8b"), scaling.COUNTS, (131072, 1048576), 5, "cuda")
+    assert [shlex.split(line, comments=True) for line in lines] == [
+        ["usp", "bench", "--what", "scaling", "--gpus", "8", "--part", str(i)] for i in range(len(parts))
+    ]
+    long = [part.seconds > scaling.PART_LIMIT for part in parts]
+    assert ["not run without" in line for line in lines] == long
+    assert [(p.processes, p.seq_len) for p, is_long in zip(parts, long, strict=True) if is_long] == [
+        (1, 1048576)
+    ] * 2  # one GPU alone takes too long for a million tokens
+    there = {(p.processes, p.seq_len, s.variant) for p in parts for s in p.settings}
+    all_four = {"ulysses", "head chunks", "ulysses x ring", "odysseus"}
+    for n, length in ((2, 262144), (4, 524288), (8, 1048576), (2, 1048576), (4, 1048576)):
+        assert {variant for variant in all_four if (n, length, variant) in there} == all_four
+
+
+def test_weak_scaling() -> None:
+    rows = [
+        {"variant": "ulysses", "world": n, "seq_len": n * length, "tflops_gpu": rate}
+        for n, length, rate in ((1, 100, 600.0), (2, 100, 500.0), (8, 100, 480.0), (8, 25, 900.0))
+    ]
+    assert scaling.weak(rows, 100) == [{"variant": "ulysses", "from": 2, "to": 8, "ratio": 0.96}]
+    assert scaling.weak(rows[:2], 100) == []
+    assert [round(row["tflops_gpu"]) for row in scaling.published()] == [338, 411, 417, 222]
+
+
+def test_slope_and_longest_row() -> None:
+    """A device that takes 1.25 times what is foretold; the longest row then just fits it."""
+    cfg, gpu = shape("llama-3-8b"), 141 * 10**9
+    rows = []
+    for seq_len in (131072, 262144):
+        (setting,) = (s for s in memory.ladder(cfg, seq_len, 2) if s.label == "+ offload")
+        row: dict[str, Any] = {**setting.__dict__, "compile": True, "dtype": "bfloat16", "world": 2}
+        row |= {"model": "llama-3-8b", "layers": 8, "seq_len": seq_len}
+        peak = memory.foretold(cfg, 2, seq_len // 2, memory.options(row)).peak
+        base = peak.parts["parameters"] + peak.parts["moments"]
+        row |= {"foretold": peak.nbytes, "foretold_base": base, "base": base}
+        rows.append({**row, "peak": base + 1.25 * (peak.nbytes - base)})
+    (found,) = memory.slopes(rows, gpu)
+    assert found["growth"] == pytest.approx(1.25 * found["foretold_growth"])
+    assert found["growth"] == pytest.approx((rows[1]["peak"] - rows[0]["peak"]) / 65536)
+    large, tokens = replace(cfg, num_layers=32), found["longest"][8]["tokens"]
+    at_most = memory.foretold(large, 8, tokens // 8, memory.options(rows[0]))
+    base = at_most.peak.parts["parameters"] + at_most.peak.parts["moments"]
+    assert base + 1.25 * (at_most.peak.nbytes - base) == pytest.approx(0.92 * gpu, rel=0.01)
+    assert found["longest"][8]["host_gib"] == pytest.approx(at_most.host / 2**30)
+
+
+@pytest.mark.parametrize("remat", ["none", "attention", "full"])
+def test_step_time_is_that_of_its_work(remat: str) -> None:
+    cfg, seq_len = shape("llama-3-8b"), 65536
+    options: dict[str, Any] = {"remat": remat, "dtype": torch.bfloat16, "compile": True}
+    held = models.training_memory(cfg, TABLES["usp"], TWO, batch=1, seq_len=seq_len, **options)
+    sent = models.model_traffic(cfg, TABLES["usp"], TWO, batch=1, seq_len=seq_len, **options)
+    where = local(cfg, TABLES["usp"], TWO, batch=1, seq_len=seq_len)
+    pieces = step_time(where, sent, held, RATES, **options, accumulate=1, group=1)
+    seconds = {piece.name: piece.seconds for piece in pieces}
+    again = {"none": 0, "attention": 0, "full": 1}[remat]
+    attention = seconds["attention, forward"] * RATES.attention_forward / (1 + again)
+    attention += seconds["attention, backward"] * RATES.attention_backward
+    layer, head = weights(cfg)
+    products = seconds["matrix products"] * RATES.matmul
+    if remat != "none":  # layers run again, but for the product whose value nothing reads
+        products -= 2 * 8 * (layer - 4096 * 14336) * seq_len / 2
+    assert products == pytest.approx(6 * (8 * layer + head) * seq_len / 2)
+    # the backward of attention is five products where the model's FLOPs count four
+    assert attention == pytest.approx(3.5 / 3 * 6 * 8 * 4096 * seq_len**2 / 2)
+    assert total([Piece("a", 3.0), Piece("b", 1.0, True)]) == 3.0
+    assert total([Piece("a", 3.0), Piece("b", 4.0, True)]) == 4.0
+
+
+def test_plan_tells_the_time_once_rates_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    words = ["plan", "llama-3-8b", "--seq-len", "131072", "--ulysses", "2"]
+    usp(words)
+    assert (
+        "no step time: rates of a machine are not known. Run `usp bench --calibrate`"
+        in capsys.readouterr().out
+    )
+    RATES.write(tmp_path / "usp" / "rates.json")
+    assert Rates.read(tmp_path / "usp" / "rates.json") == RATES
+    usp(words)
+    text = capsys.readouterr().out
+    assert "tokens/s per GPU, at the rates of NVIDIA H200 as measured with 2 processes" in text
+    assert "  matrix products" in text
+    (tmp_path / "usp" / "rates.json").write_text("{}")
+    with pytest.raises(SystemExit, match="must be written by usp bench --calibrate"):
+        usp(words)
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (
+            ["--what", "kernel", "--peers", "none"],
+            r"peers=\('none',\) must be left out where it has no effect",
+        ),
+        (["--calibrate", "--steps", "2"], "steps=2 must be left out"),
+        (
+            ["--peers", "yunchang"],
+            "peers=yunchang must be auto, none or of deepspeed, torch-cp, transformers",
+        ),
+        (["--gpus", "3"], "gpus=3 must be at most those that are visible, got 0"),
+        (["--what", "scaling", "--seq-len", "8"], "must be two numbers for scaling"),
+        (["--what", "scaling", "--part", "99"], "part=99 must be from 0 to"),
+        (["--setting", "tile=3"], "setting='tile=3' must use table, ring, remat"),
+        (["--setting", "offload=3"], "must give offload another value, got '3'"),
+        (["--setting", "ring=3"], "ring=3 must divide the processes, got 2"),
+        (["--setting", "table=ulysses,ring=2"], "ring=2 must be 1 where it cuts nothing, got table=ulysses"),
+        (["--model", "nothing"], "model=nothing must be"),
+    ],
+)
+def test_refused(words: list[str], match: str) -> None:
+    with pytest.raises(SystemExit, match=match):
+        usp(["bench", *words])
+
+
+def test_a_setting_in_words() -> None:
+    setting = Setting.parse("remat=full,group=2,mlp_tile=None,compile=False")
+    assert (setting.remat, setting.group, setting.mlp_tile, setting.compile) == ("full", 2, None, False)
+    job = Job(
+        what="step", contender="usp", model="tiny", layers=2, seq_lens=(8,), processes=1, device="cpu",
+        settings=(setting,),
+    )  # fmt: skip
+    assert [row["label"] for row in job.expected()] == ["remat=full,group=2,mlp_tile=None,compile=False"]

@@ -1,0 +1,120 @@
+"""`usp bench` for real, on the CPU and a tiny model: every measurement, its JSON and its plot."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+
+from usp.tools.bench import launch
+from usp.tools.bench.job import Job
+from usp.tools.bench.loss import TILES
+from usp.tools.bench.plots import PANELS
+from usp.tools.cli import main as usp
+from usp.tools.rates import Rates
+
+Run = Callable[..., CompletedProcess[str]]
+TINY = ["bench", "--model", "tiny", "--gpus", "0"]
+
+
+@pytest.fixture
+def forked(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of a launch are forked from warm ones."""
+
+    def alone(command: Sequence[str], limit: float, log: Path) -> str:
+        ranks = int(command[command.index("--nproc-per-node") + 1])
+        result = run(*command[-3:], ranks=ranks)
+        return "" if result.returncode == 0 else result.stderr[-500:]
+
+    monkeypatch.setattr(launch, "alone", alone)
+
+
+def rows_of(out: Path, what: str) -> list[dict[str, Any]]:
+    (run,) = json.loads((out / f"{what}.json").read_text())["runs"]
+    assert run["what"] == what
+    assert run["machine"]["device"] == "CPU"
+    assert "torch" in run["machine"]["versions"]
+    assert (out / f"{what}.png").stat().st_size > 10_000
+    rows: list[dict[str, Any]] = run["rows"]
+    assert all(row["device"] == "cpu" and row["what"] == what for row in rows)
+    return rows
+
+
+def test_a_real_launch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--processes", "1", "--seq-len", "128", "--steps", "1", "--peers", "torch-cp"]
+    usp([*TINY, *words, "--out", str(tmp_path)])
+    rows = rows_of(tmp_path, "step")
+    assert {row["contender"]: row["error"] for row in rows if "error" in row} == {
+        "torch-cp": "torch context_parallel replaces attention on GPUs only (flash and cuDNN)"
+    }
+    ours = {row["label"]: row for row in rows if row["contender"] == "usp"}
+    assert list(ours) == ["remat=attention", "memory free"]
+    for row in ours.values():
+        assert row["kernel"] == "cpu"
+        assert row["tokens_per_s_gpu"] == pytest.approx(128 / row["seconds"])
+        assert row["loss"] == pytest.approx(6.24, abs=0.2)  # the log of 512 tokens
+    assert (ours["memory free"]["remat"], ours["memory free"]["foretold_host"]) == ("none", 0)
+    assert "these numbers say nothing about a GPU" in capsys.readouterr().out
+
+
+def test_a_peer(forked: None) -> None:
+    job = Job(
+        what="step", contender="transformers", model="tiny", layers=2, seq_lens=(96,), processes=1,
+        device="cpu", steps=1, variants=("free", "recompute", "least"),
+    )  # fmt: skip
+    outcome = launch.launch(job)
+    assert not outcome.failure
+    rows = {row["variant"]: row for row in outcome.rows}
+    assert list(rows) == ["recompute", "least", "free"]
+    for variant, again in (("recompute", "every layer computed again"), ("free", "nothing computed again")):
+        row = rows[variant]
+        assert (row["kernel"], row["again"], row["loss_by"]) == ("cpu", again, "tiles")
+        assert row["loss"] == pytest.approx(6.24, abs=0.2)
+    assert "nothing but recomputation to save memory with" in rows["least"]["error"]
+
+
+@pytest.mark.parametrize(
+    ("what", "words", "labels"),
+    [
+        ("kernel", [], ["causal", "packed"] * 2),
+        ("loss", [], ["floor: three products", *(f"usp, tiles of {n}" for n in TILES), "torch"]),
+        ("scan", ["--processes", "1"], ["remat=none", "remat=full"]),
+        ("exchange", ["--batch-size", "1", "2", "--peers", "none"], ["batch 1", "batch 2"]),
+        ("memory", ["--processes", "1", "--steps", "1"], [
+            "none", "+ tiles", "+ full remat", "+ attention kept", "+ offload", "+ head chunks", "+ groups",
+            "+ groups, head chunks",
+        ]),
+    ],
+)  # fmt: skip
+def test_every_measurement(
+    forked: None, tmp_path: Path, what: str, words: list[str], labels: list[str]
+) -> None:
+    usp([*TINY, "--what", what, "--seq-len", "64", *words, "--out", str(tmp_path)])
+    rows = rows_of(tmp_path, what)
+    assert [row["label"] for row in rows] == labels
+    assert not any("error" in row for row in rows)
+    drawn = [all(panel.y(row) is not None for row in rows) for panel in PANELS[what]]
+    assert any(drawn), "no panel shows all rows"
+
+
+def test_parts_of_the_scaling(forked: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for part in ("1", "2"):
+        words = ["--what", "scaling", "--seq-len", "32", "128", "--steps", "1", "--part", part]
+        usp([*TINY, *words, "--out", str(tmp_path)])
+    runs = json.loads((tmp_path / "scaling.json").read_text())["runs"]
+    assert [[row["label"] for row in run["rows"]] for run in runs] == [
+        ["ulysses 1", "ulysses 1, 4 head chunks"],
+        ["ulysses 2", "ulysses 2, 2 head chunks", "ulysses 1 x ring 2", "odysseus 2"],
+    ]
+    assert not any("error" in row for run in runs for row in run["rows"])
+    assert "UPipe            1048576 tokens on 8 H100: 473 tokens/s and 411" in capsys.readouterr().out
+
+
+def test_calibrate(forked: None, tmp_path: Path) -> None:
+    usp([*TINY, "--calibrate", "--out", str(tmp_path / "rates.json")])
+    rates = Rates.read(tmp_path / "rates.json")
+    assert (rates.device, rates.processes, rates.kernel) == ("CPU", 2, "cpu")
+    assert min(v for v in rates.__dict__.values() if isinstance(v, float)) > 0
+    assert rates.all_to_all is not None

@@ -1,0 +1,106 @@
+"""What one launch of processes is asked to measure, as it travels to them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from usp.mesh import TABLES
+
+Row = dict[str, Any]
+PLAN = "plan"
+NO_OPTION = ("label", "variant", "like")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """How our own layers run, by the names of the model's options.
+
+    remat="plan": the fastest that fits, on the table, mesh and chunks of heads given here; `like`: on so
+    many processes, for as many tokens each, so that the same is chosen for every number of them. stored: so
+    many of the last layers keep everything. compile=None: on a GPU.
+    """
+
+    label: str
+    variant: str = ""
+    table: str = "usp"
+    ring: int = 1
+    remat: str = "attention"
+    stored: int = 0
+    group: int = 1
+    offload: str = "none"
+    mlp_tile: int | None = None
+    head_chunks: int = 1
+    compile: bool | None = None
+    like: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """From name=value,name=value. Raises ValueError for what is no option or no value of one."""
+        values: dict[str, Any] = {}
+        known = [field.name for field in dataclasses.fields(cls) if field.name not in NO_OPTION]
+        for part in filter(None, text.split(",")):
+            name, _, value = part.partition("=")
+            if name not in known:
+                raise ValueError(f"setting={text!r} must use {', '.join(known)}, got {name!r}. Correct it.")
+            words = {"None": None, "True": True, "False": False}
+            values[name] = int(value) if value.isdigit() else words.get(value, value)
+            fits = {"table": str, "remat": str, "offload": str, "compile": bool, "mlp_tile": int | None}
+            if not isinstance(values[name], fits.get(name, int)):
+                raise ValueError(f"setting={text!r} must give {name} another value, got {value!r}.")
+        if values.get("table", "usp") not in TABLES:
+            raise ValueError(f"setting={text!r} must name a table of {', '.join(TABLES)}. Correct it.")
+        return cls(label=text, **values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """`contender` measures `what` at these lengths, with each of `settings` (ours) or `variants` (peers').
+
+    `logs`: folder for what a launch says that ends early; `host_memory`: bytes for one process.
+    """
+
+    what: str
+    contender: str
+    model: str
+    layers: int
+    seq_lens: tuple[int, ...]
+    processes: int
+    device: str  # cuda or cpu
+    kernel: str = "auto"
+    steps: int = 5
+    limit: float = 900.0
+    variants: tuple[str, ...] = ()
+    settings: tuple[Setting, ...] = ()
+    batch_sizes: tuple[int, ...] = (1,)
+    trace: str | None = None
+    host_memory: int | None = None
+    logs: str | None = None
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        fields["settings"] = tuple(Setting(**one) for one in fields["settings"])
+        for name in ("seq_lens", "variants", "batch_sizes"):
+            fields[name] = tuple(fields[name])
+        return cls(**fields)
+
+    def facts(self) -> Row:
+        """What every row of this job says about itself."""
+        names = ("what", "contender", "model", "layers", "device")
+        return {**{name: getattr(self, name) for name in names}, "world": self.processes}
+
+    def expected(self) -> list[Row]:
+        """A row for each that should come, as far as it is known before."""
+        labels: list[Mapping[str, Any]] = [
+            {"label": s.label, "variant": s.variant, "table": s.table, "ring": s.ring} for s in self.settings
+        ]
+        labels = labels or [{"label": variant, "variant": variant} for variant in self.variants] or [{}]
+        return [{**label, "seq_len": seq_len} for label in labels for seq_len in self.seq_lens]

@@ -1,0 +1,162 @@
+"""Which launches a call of `usp bench` asks for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+
+from usp.mesh import TABLES
+from usp.models import LlamaConfig, check_layout
+from usp.models.plan.settings import MLP_TILE
+from usp.tools.bench.job import PLAN, Job, Setting
+from usp.tools.bench.launch import under_torchrun
+from usp.tools.bench.memory import ladder
+from usp.tools.bench.peers import PEERS, wanted
+from usp.tools.bench.scaling import COUNTS, PART_LIMIT, Part, parts
+from usp.tools.bench.shape import shape
+from usp.tools.config_bench import Bench, mode
+from usp.tools.plan import parse_memory
+from usp.tools.setup import check_axes
+
+FOLDER = Path("runs/bench")
+K = 1024
+LENGTHS: Mapping[str, tuple[int, ...]] = MappingProxyType(
+    {
+        "step": (16 * K, 32 * K, 128 * K),
+        "kernel": (4 * K, 16 * K, 64 * K),
+        "exchange": (8 * K, 32 * K, 128 * K, 512 * K),
+        "scan": (8 * K, 32 * K),
+        "loss": (16 * K,),
+        "memory": (128 * K, 256 * K),
+        "scaling": (128 * K, 1024 * K),
+        "calibrate": (32 * K,),
+    }
+)
+ON_CPU: Mapping[str, tuple[int, ...]] = MappingProxyType({"scaling": (128, 512), "memory": (256, 512)})
+ALONE = ("kernel", "loss")  # measured on one device
+OURS: Mapping[str, Setting] = MappingProxyType(
+    {
+        "recompute": Setting(label="remat=attention", variant="recompute"),
+        "least": Setting(label="least memory", variant="least", offload="host", mlp_tile=MLP_TILE),
+        "free": Setting(label="memory free", variant="free", remat=PLAN),
+    }
+)
+"""By what peers do at about the same memory; what takes least comes first."""
+
+
+class Resources(NamedTuple):
+    processes: int
+    device: str  # cuda or cpu
+
+
+def resources(cfg: Bench) -> Resources:
+    """Processes and device kind to use. Raises ValueError for what is not there."""
+    visible = torch.cuda.device_count()  # does not touch the devices
+    gpus = visible if cfg.gpus is None else cfg.gpus
+    if under_torchrun():
+        if cfg.gpus or cfg.processes:
+            raise ValueError("gpus and processes must be left out under torchrun, which says them.")
+        number = int(os.environ["WORLD_SIZE"])
+    else:
+        if gpus > visible and not cfg.dry_run:
+            raise ValueError(f"gpus={gpus} must be at most those that are visible, got {visible}.")
+        number = gpus or cfg.processes or 2
+    if gpus and cfg.processes:
+        raise ValueError(f"processes={cfg.processes} must be left out on GPUs. Or give --gpus 0.")
+    if mode(cfg) in ALONE and not under_torchrun():
+        if max(cfg.gpus or 0, cfg.processes or 0) > 1:
+            raise ValueError(f"{mode(cfg)} must be measured on one device. Leave out --gpus and --processes.")
+        number = 1
+    return Resources(number, "cuda" if gpus else "cpu")
+
+
+def folder(cfg: Bench) -> Path:
+    return FOLDER if cfg.out is None else cfg.out
+
+
+def limit(cfg: Bench) -> float:
+    """Seconds of one launch."""
+    return cfg.limit or (PART_LIMIT if cfg.what == "scaling" else 900.0)
+
+
+def lengths(cfg: Bench, device: str) -> tuple[int, ...]:
+    what = mode(cfg)
+    return cfg.seq_len or (LENGTHS[what] if device == "cuda" else ON_CPU.get(what, (256,)))
+
+
+def peers(cfg: Bench, where: Resources) -> dict[str, str]:
+    """Each peer that is asked for, and why it cannot run here ("": it can)."""
+    names = wanted(cfg.peers, mode(cfg), where.processes) if mode(cfg) in ("step", "exchange") else []
+    return {name: PEERS[name].obstacle(where.processes, where.device) for name in names}
+
+
+def model_name(cfg: Bench, where: Resources) -> str:
+    return cfg.model or ("llama-3-8b" if where.device == "cuda" else "tiny")
+
+
+def model_of(cfg: Bench, where: Resources) -> LlamaConfig:
+    return shape(model_name(cfg, where), cfg.layers)
+
+
+def check_setting(setting: Setting, model: LlamaConfig, processes: int) -> None:
+    """ValueError for a table and mesh that do not go together, or with the model."""
+    if processes % setting.ring:
+        raise ValueError(
+            f"ring={setting.ring} must divide the processes, got {processes}. Change it in {setting.label!r}."
+        )
+    sizes = {"dp": 1, "ring": setting.ring, "ulysses": processes // setting.ring}
+    check_axes(setting.table, ring=sizes["ring"], ulysses=sizes["ulysses"])
+    check_layout(model, mesh=sizes, table=TABLES[setting.table])
+
+
+def jobs(cfg: Bench, where: Resources) -> list[Job]:
+    """Ours first, then every peer's. Raises ValueError for a model, setting or length that does not do."""
+    model, what = model_of(cfg, where), mode(cfg)
+    seq_lens = lengths(cfg, where.device)
+    common: dict[str, Any] = {
+        "what": what, "model": model_name(cfg, where), "layers": model.num_layers, "device": where.device,
+        "kernel": cfg.kernel, "steps": cfg.steps, "limit": limit(cfg), "batch_sizes": cfg.batch_size,
+        "trace": None if cfg.trace is None else str(cfg.trace.absolute()),
+        "host_memory": parse_memory("host-memory", cfg.host_memory) if cfg.host_memory else None,
+        "logs": None if mode(cfg) == "calibrate" else str(folder(cfg).absolute()),
+    }  # fmt: skip
+    if what == "scaling":
+        return [
+            Job(contender="usp", processes=p.processes, seq_lens=(p.seq_len,), settings=p.settings, **common)
+            for p in chosen(cfg, where)
+            if p.seconds <= limit(cfg)
+        ]
+    common |= {"processes": where.processes, "seq_lens": seq_lens}
+    settings = tuple(Setting.parse(text) for text in cfg.setting)
+    for setting in settings:
+        check_setting(setting, model, where.processes)
+    if what == "memory":
+        settings = settings or ladder(model, max(seq_lens), where.processes)
+    if what == "step":
+        settings = (*(one for name, one in OURS.items() if name in cfg.variants), *settings)
+    variants = cfg.variants if what == "step" else ()
+    able = [name for name, obstacle in peers(cfg, where).items() if not obstacle]
+    ours = Job(contender="usp", settings=settings, **common)
+    return [ours, *(Job(contender=name, variants=variants, **common) for name in able)]
+
+
+def all_parts(cfg: Bench, where: Resources) -> list[Part]:
+    """Of the scaling runs, on as many GPUs as there are to use."""
+    counts = [where.processes] if under_torchrun() else [n for n in COUNTS if n <= where.processes]
+    model, both = model_of(cfg, where), lengths(cfg, where.device)
+    return parts(model, counts, both, cfg.steps, where.device)
+
+
+def chosen(cfg: Bench, where: Resources) -> list[Part]:
+    """The part that is asked for, or all. Raises ValueError for a number that is none's."""
+    found = all_parts(cfg, where)
+    if cfg.part is None:
+        return found
+    if not 0 <= cfg.part < len(found):
+        raise ValueError(f"part={cfg.part} must be from 0 to {len(found) - 1}. See --dry-run.")
+    return [found[cfg.part]]

@@ -1,0 +1,136 @@
+"""Rows as a table for people: one set of columns for each measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+from usp.tools.bench.job import Row
+
+GIB = 2**30
+NOTHING = "-"
+
+
+class Column(NamedTuple):
+    title: str
+    text: Callable[[Row], object]
+
+
+def number(name: str, pattern: str = ".1f", scale: float = 1.0) -> Callable[[Row], str]:
+    """The field, scaled and formatted; NOTHING where it is missing."""
+
+    def text(row: Row) -> str:
+        value = row.get(name)
+        return NOTHING if value is None else format(value * scale, pattern)
+
+    return text
+
+
+def word(name: str) -> Callable[[Row], object]:
+    return lambda row: row.get(name, NOTHING)
+
+
+def how(row: Row) -> str:
+    """What of a step is kept and computed again."""
+    if "again" in row:
+        return f"{row['again']}; MLP by {row['mlp']}, loss by {row['loss_by']}"
+    if "remat" not in row:
+        return NOTHING
+    remat = row["remat"]
+    if not isinstance(remat, str):
+        remat = " ".join(f"{kind} x{list(remat).count(kind)}" for kind in dict.fromkeys(remat))
+    words = [f"remat={remat}"]
+    usual = {"group": 1, "offload": "none", "mlp_tile": None, "head_chunks": 1}
+    words += [f"{name}={row[name]}" for name, value in usual.items() if row[name] != value]
+    return ", ".join(words)
+
+
+def above(peak: str, base: str) -> Callable[[Row], str]:
+    """GiB beyond parameters and moments."""
+
+    def text(row: Row) -> str:
+        missing = row.get(peak) is None or row.get(base) is None
+        return NOTHING if missing else f"{(row[peak] - row[base]) / GIB:.2f}"
+
+    return text
+
+
+_WHO = (Column("contender", word("contender")), Column("row", word("label")))
+_LENGTH = Column("tokens", word("seq_len"))
+_RATES = (
+    Column("s/step", number("seconds", ".3f")),
+    Column("tokens/s/GPU", number("tokens_per_s_gpu", ".0f")),
+    Column("TFLOP/s/GPU", number("tflops_gpu")),
+    Column("of peak", number("peak_share", ".1%")),
+)
+_PEAK = Column("peak GiB", number("peak", ".2f", 1 / GIB))
+
+COLUMNS: Mapping[str, tuple[Column, ...]] = MappingProxyType(
+    {
+        "step": (
+            *_WHO, _LENGTH, Column("kernel", word("kernel")), *_RATES, _PEAK,
+            Column("KiB/token", number("kib_per_local_token")),
+            Column("ours/it", number("ours_over", ".2f")), Column("how", how),
+        ),
+        "memory": (
+            Column("rung", word("label")), _LENGTH,
+            Column("peak above", above("peak", "base")),
+            Column("foretold", above("foretold", "foretold_base")),
+            Column("KiB/token", number("kib_per_local_token")),
+            Column("tokens/s/GPU", number("tokens_per_s_gpu", ".0f")),
+            Column("TFLOP/s/GPU", number("tflops_gpu")),
+            Column("host GiB", number("host_bytes", ".1f", 1 / GIB)),
+            Column("foretold", number("foretold_host", ".1f", 1 / GIB)), Column("how", how),
+        ),
+        "scaling": (
+            Column("GPUs", word("world")), Column("scheme", word("label")), _LENGTH, *_RATES, _PEAK,
+            Column("host GiB", number("host_bytes", ".1f", 1 / GIB)), Column("how", how),
+        ),
+        "kernel": (
+            Column("kernel", word("kernel")), Column("mask", word("label")), _LENGTH,
+            Column("forward ms", number("forward_ms", ".3f")),
+            Column("backward ms", number("backward_ms", ".3f")),
+            Column("forward TFLOP/s", number("forward_tflops")),
+            Column("backward TFLOP/s", number("backward_tflops")),
+        ),
+        "exchange": (
+            *_WHO, _LENGTH, Column("raw ms", number("raw_ms", ".3f")),
+            Column("forward ms", number("forward_ms", ".3f")),
+            Column("backward ms", number("backward_ms", ".3f")),
+            Column("over raw", number("over_raw", ".2f")),
+            Column("host ms", number("host_ms", ".3f")), Column("qkv", number("qkv_ms", ".3f")),
+            Column("its raw", number("raw_qkv_ms", ".3f")), Column("o", number("o_ms", ".3f")),
+            Column("its raw", number("raw_o_ms", ".3f")),
+        ),
+        "scan": (
+            Column("row", word("label")), _LENGTH, Column("scan ms", number("scan_ms", ".2f")),
+            Column("loop ms", number("loop_ms", ".2f")), Column("over loop", number("over_loop", ".3f")),
+            Column("scan host ms", number("scan_host_ms", ".2f")),
+            Column("loop host ms", number("loop_host_ms", ".2f")),
+            Column("scan GiB", number("scan_peak", ".2f", 1 / GIB)),
+            Column("loop GiB", number("loop_peak", ".2f", 1 / GIB)),
+        ),
+        "loss": (
+            Column("loss", word("label")), _LENGTH, Column("ms", number("ms", ".2f")),
+            Column("over floor", number("over_floor", ".2f")), Column("host ms", number("host_ms", ".2f")),
+            _PEAK,
+        ),
+    }
+)  # fmt: skip
+
+
+def table(what: str, rows: Sequence[Row]) -> str:
+    """Columns for what was measured; a row that failed says why in their place."""
+    columns = COLUMNS[what]
+    named = [column for column in columns if column.text is not how]
+    cells = [[column.title for column in columns]]
+    for row in rows:
+        if "error" not in row:
+            cells.append([str(column.text(row)) for column in columns])
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    lines = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in cells]
+    for row in (row for row in rows if "error" in row):
+        known = [str(c.text(row)) for c in named[:4] if c.text(row) != NOTHING]
+        lines.append(f"{' '.join(known)}: {row['error']}")
+    return "\n".join(lines)

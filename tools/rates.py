@@ -1,0 +1,169 @@
+"""Rates that a machine was measured to work at, and how long a step would take at them.
+
+`usp bench --calibrate` writes them to usp/rates.json in $XDG_CACHE_HOME (or ~/.cache); `usp plan` reads them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import torch
+
+from usp.models.plan.local import Local
+from usp.models.plan.memory import Memory
+from usp.models.plan.segments import segments
+from usp.models.plan.traffic import ModelTraffic
+from usp.models.plan.traffic_kinds import SHIFT, Traffic
+
+UPDATE_BYTES = 28  # AdamW in float32 reads parameter, gradient and moments, and writes all but the gradient
+HOW = "no step time: rates of a machine are not known. Run `usp bench --calibrate` on it."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Of one process among `processes`, each with a device of this name. FLOP/s, and bytes per second.
+
+    memory: read and written together. all_to_all, all_gather, reduce_scatter: what one rank sends; None
+    where there was one process.
+    """
+
+    device: str
+    processes: int
+    kernel: str
+    matmul: float
+    attention_forward: float
+    attention_backward: float
+    memory: float
+    to_host: float
+    from_host: float
+    all_to_all: float | None = None
+    all_gather: float | None = None
+    reduce_scatter: float | None = None
+
+    def write(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_suffix(".tmp")
+        fresh.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", encoding="utf-8")
+        os.replace(fresh, path)
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Raises ValueError for a file that holds something else."""
+        try:
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except (TypeError, ValueError) as e:
+            raise ValueError(f"rates={path} must be written by usp bench --calibrate, got: {e}.") from None
+
+
+def default_path() -> Path:
+    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(cache) / "usp" / "rates.json"
+
+
+class Piece(NamedTuple):
+    """Seconds of one kind of work in a step; `hidden`: behind the work that computes, where it is shorter."""
+
+    name: str
+    seconds: float
+    hidden: bool = False
+
+
+def step_time(
+    where: Local,
+    traffic: ModelTraffic,
+    memory: Memory,
+    rates: Rates,
+    *,
+    dtype: torch.dtype,
+    compile: bool,
+    accumulate: int,
+    remat: str | Sequence[str],
+    group: int,
+) -> tuple[Piece, ...]:
+    """What one rank's step takes, by kind. Waits, starts and gaps are not in it."""
+    cfg, table, layers = where.cfg, where.table, where.cfg.num_layers
+    again, unread, attended = _again(remat, group, layers)
+    cut = math.prod(where.sizes[a] for a in table.use["w_gate"][0])
+    features, mlp_tokens = cfg.intermediate_size / cut, where.tokens(table.mlp_x)
+    down = cfg.hidden_size * features * mlp_tokens
+    projections = cfg.hidden_size * cfg.head_dim * 2 * (cfg.num_heads + cfg.num_kv_heads) / where.ways
+    head = cfg.vocab_size * where.tokens(table.tokens)
+    # a layer run again ends before its last product, whose value nothing reads
+    layer = 2 * (projections * where.tokens(table.attn_x) + 3 * down)
+    products = (3 * layers + again) * layer - 2 * unread * down + 6 * head * cfg.hidden_size
+    pairs = where.rows * where.seq_len**2 / 2 / where.degree
+    attend = 4 * pairs * where.heads.q * cfg.head_dim
+    # two norms, rotation, activation: what each reads and writes; the backward twice that
+    width = 4 * cfg.hidden_size + 2 * (cfg.num_heads + 2 * cfg.num_kv_heads) * cfg.head_dim + 3 * features
+    fused = 1 if compile else 3
+    passes = (3 * layers + again) * width * mlp_tokens * fused + 2 * head
+    sent, copies = (*traffic.forward, *traffic.backward), 1 / rates.to_host + 1 / rates.from_host
+    exposed = [t for t in sent if not _travels_behind(t)]
+    behind = [t for t in sent if _travels_behind(t)]
+    update = memory.peak.parts["parameters"] / 4 * UPDATE_BYTES
+    found = [
+        Piece("matrix products", accumulate * products / rates.matmul),
+        Piece("attention, forward", accumulate * (layers + attended) * attend / rates.attention_forward),
+        Piece("attention, backward", accumulate * 2.5 * layers * attend / rates.attention_backward),
+        Piece("passes over memory", accumulate * passes * dtype.itemsize / rates.memory),
+        Piece("exchanges", accumulate * _sent(exposed, rates) + _sent(traffic.update, rates)),
+        Piece("update", update / rates.memory),
+        Piece("weights, gradients and keys sent", accumulate * _sent(behind, rates), hidden=True),
+        Piece("copies to the host and back", accumulate * memory.host * copies, hidden=True),
+    ]
+    return tuple(piece for piece in found if piece.seconds > 0)
+
+
+def time_text(pieces: Sequence[Piece], rates: Rates, ranks: int, tokens: int) -> str:
+    """The time of a step on `ranks` GPUs, and what it is made of. `tokens`: of the whole step."""
+    seconds = total(pieces)
+    lines = [
+        f"about {seconds:.3g} s a step, {tokens / seconds / ranks:.0f} tokens/s per GPU, at the rates of "
+        f"{rates.device} as measured with {rates.processes} processes (waits and gaps are not in it)"
+    ]
+    lines += [f"  {p.name:<32} {p.seconds:9.3g} s{', behind the rest' if p.hidden else ''}" for p in pieces]
+    if ranks > 1 and rates.all_to_all is None:
+        lines.append("  what is sent is not in it: the rates were measured on one process")
+    return "\n".join(lines)
+
+
+def total(pieces: Iterable[Piece]) -> float:
+    """Seconds; of what is hidden only what is longer than the work that it hides behind."""
+    pieces = tuple(pieces)
+    shown = sum(p.seconds for p in pieces if not p.hidden)
+    return max([shown, *(p.seconds for p in pieces if p.hidden)])
+
+
+def _again(remat: str | Sequence[str], group: int, num_layers: int) -> tuple[int, int, int]:
+    """Layers run again, those of them whose last value is not read, and attentions run again."""
+    again = unread = attended = 0
+    for part in segments(remat, num_layers):
+        if part.remat == "none":
+            continue
+        num = part.stop - part.start
+        twice = num - -(-num // group)  # all of a group but its last layer are run once more
+        again, unread = again + num + twice, unread + num
+        attended += num + twice if part.remat == "full" else 0
+    return again, unread, attended
+
+
+def _travels_behind(t: Traffic) -> bool:
+    """What is sent while a layer computes: its weights and their gradients, and keys around a ring."""
+    return t.what == "layer" or t.kind == SHIFT
+
+
+def _sent(traffic: Iterable[Traffic], rates: Rates) -> float:
+    """Seconds; what was not measured itself goes by the all-to-all's rate, and costs nothing without one."""
+    seconds = 0.0
+    for t in traffic:
+        own = {"all_gather": rates.all_gather, "reduce_scatter": rates.reduce_scatter}.get(t.kind)
+        rate = own or rates.all_to_all
+        seconds += t.nbytes / rate if rate else 0.0
+    return seconds
