@@ -15,11 +15,13 @@ import torch
 import torch.distributed as dist
 
 from tests.forked import forked
+from tests.gloo import share_transport
 
 
 def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    share_transport()
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/rendezvous",

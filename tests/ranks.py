@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.forked import forked
+from tests.gloo import share_transport
 
 
 def _child(
@@ -22,6 +23,8 @@ def _child(
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
+    else:
+        share_transport()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     try:
         dist.init_process_group(

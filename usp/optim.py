@@ -166,7 +166,7 @@ def local_norms(grads: Any) -> list[Tensor]:
     for dtype in {g.dtype for g in leaves}:  # of many at once: a leaf of its own is a launch of its own
         places = [i for i, g in enumerate(leaves) if g.dtype == dtype]
         wide = torch.promote_types(dtype, torch.float32)
-        found = torch._foreach_norm([leaves[i] for i in places], 2, wide)
+        found = torch._foreach_norm([leaves[i] for i in places], 2, wide)  # pyright: ignore[reportPrivateImportUsage]
         norms.update(zip(places, found, strict=True))
     return [norms[i] for i in range(len(leaves))]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from usp import Shard, attention, heads_to_seq, seq_to_heads
@@ -99,7 +100,10 @@ def attend(
     """
     assert want.shard is not None
     seq_len, num_heads = want.shard.seq_len, q.shape[1]
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    kind = q.device.type
+    # where a trainer casts automatically, rotary embeddings leave q and k wider than v
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    q, k, v = (t.transpose(1, 2).to(dtype or t.dtype) for t in (q, k, v))
     num_kv_heads = k.shape[2]
     # [B, S@ulysses, N, H] -> [B, S, N@ulysses, H]: 1 all-to-all for q, k and v
     q, k, v = seq_to_heads(q, k, v, mesh=mesh, table=table, seq_len=seq_len)

@@ -3,35 +3,35 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from usp import Shard
-from usp.mesh import TABLES, MeshLike, Table, placements_of
+from usp.mesh import TABLES, MeshLike, Table
 from usp.mesh.agree import agree
-from usp.mesh.dtensor import global_stride
 from usp.mesh.tables import WHOLE
 from usp.models import llama
 from usp.models.config import LlamaConfig
 from usp.models.files import convert
 from usp.models.hf import skeleton
 from usp.models.hf.handed import Handed
-from usp.models.hf.inputs import shard_inputs
-from usp.models.hf.reduce import reduce_module_grads, reported
+from usp.models.hf.inputs import weighted_inputs
+from usp.models.hf.loader import check_same
+from usp.models.hf.reduce import mean_of, reduce_module_grads, reported
+from usp.models.hf.saving import write_directory
 from usp.models.layout import check_layout
 from usp.models.options import Options
-from usp.models.params import Leaf, Params, init, named_leaves, spec_of
+from usp.models.params import Params, init, named_leaves
+from usp.sequence_loss import weighted_cross_entropy
 
 ONE_RANK: Mapping[str, int] = {"dp": 1, "ring": 1, "ulysses": 1}
 
@@ -75,15 +75,21 @@ class BridgedCausalLM(PreTrainedModel):  # type: ignore[no-untyped-call]
         check_layout(self.cfg, mesh=self.mesh, table=self.table)
         self.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]  # trainers write the tokenizer's ids to it
         self.averaged, self.source, self.options = averaged, source, options
+        self._checked = False
         if params is None:
             params = init(self.cfg, seed=0, table=self.table, mesh=self.mesh)
         values = dict(named_leaves(params))
-        skeleton.build(self, self.cfg, lambda name, leaf: self._parameter(name, leaf, values[name]))
-        if averaged and any(isinstance(p, DTensor) for p in self.parameters()):
+        skeleton.build(self, self.cfg, values, self.table, self.mesh)
+        if averaged and self.is_cut:
             raise ValueError(
                 f"averaged=True must go with whole parameters, got table={table.name!r} that cuts them. Pass "
                 f"whole=True."
             )
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a rank holds shards of the parameters; then it holds none of them whole but small ones."""
+        return any(isinstance(p, DTensor) for p in self.parameters())
 
     @classmethod
     def from_pretrained(  # type: ignore[override]
@@ -106,29 +112,39 @@ class BridgedCausalLM(PreTrainedModel):  # type: ignore[no-untyped-call]
         kwargs["table"] = table
         return cls(config, params, *args, source=path, **kwargs)
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+    def save_pretrained(  # type: ignore[override]
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        state_dict: Mapping[str, Tensor] | None = None,
+        *,
+        max_shard_size: int | str = "5GB",
+        **kwargs: Any,
+    ) -> None:
         """Write a directory that any Transformers loads, side files of the source included.
 
         Where parameters are cut every rank calls this; where they are whole only one may, and with
         is_main_process=False nothing happens. Written beside the target first, then moved into it.
+        `state_dict`: values that an engine has gathered. Raises ValueError for options of Transformers that
+        change what is written.
         """
-        cut = any(isinstance(p, DTensor) for p in self.parameters())
-        first = bool(kwargs.get("is_main_process", True))
-        if not cut and not first:
+        unused = sorted(key for key in ("push_to_hub", "variant") if kwargs.get(key))
+        if unused or kwargs.get("safe_serialization") is False:
+            raise ValueError(f"save_pretrained knows no {unused or 'pickles'}. Leave that out.")
+        if not self.is_cut and not is_main_process:
             return
-        target = Path(save_directory)
-        with torch.no_grad():
-            params = skeleton.read(self, self.cfg, self.table, self.mesh)
-        placed: dict[str, Any] = {"table": self.table, "mesh": self.mesh} if cut else {}
-        size = kwargs.get("max_shard_size", "5GB")
-        if cut:
-            convert.to_hf(params, self.cfg, target, source=self.source, max_shard_size=size, **placed)
-            return
-        target.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as room:
-            convert.to_hf(params, self.cfg, Path(room) / "hf", source=self.source, max_shard_size=size)
-            for file in (Path(room) / "hf").iterdir():
-                shutil.move(file, target / file.name)
+        write_directory(
+            self, self.cfg, save_directory, source=self.source, table=self.table, mesh=self.mesh,
+            cut=self.is_cut, state=state_dict, max_shard_size=max_shard_size,
+        )  # fmt: skip
+
+    def load_weights(self, path: str | os.PathLike[str]) -> None:
+        """Take the values of a Hugging Face directory: this rank's shards alone, in the types that are held.
+
+        Every rank calls this. Raises ValueError on every rank alike for files that do not fit.
+        """
+        _, params = convert.from_hf(path, table=self.table, mesh=self.mesh, device=self.device)
+        skeleton.write(self, self.cfg, params)
 
     def forward(
         self,
@@ -138,7 +154,8 @@ class BridgedCausalLM(PreTrainedModel):  # type: ignore[no-untyped-call]
         position_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         shift_labels: Tensor | None = None,
-        num_items_in_batch: Tensor | int | None = None,
+        loss_weights: Tensor | None = None,
+        num_items_in_batch: Tensor | float | None = None,
         shard: Shard | Handed | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
@@ -146,18 +163,28 @@ class BridgedCausalLM(PreTrainedModel):  # type: ignore[no-untyped-call]
 
         input_ids [B, S] and the rest are global, the same on every rank (see `shard_inputs`); or `shard`,
         what `shard_batch` made, alone. With labels or shift_labels (a shard always has them): `loss`, the
-        mean over the targets of all ranks, or their sum divided by `num_items_in_batch`. Without: `logits`
-        [b, s, V] placed as table.tokens. Communicates as `usp.models.loss`, and 1 all-reduce of a scalar per
+        mean over the targets of all ranks, or their sum divided by `num_items_in_batch`; with `loss_weights`
+        [B, S], one for each label, the weighted mean. Without labels: `logits` [b, s, V] placed as
+        table.tokens. Communicates as `usp.models.loss`, and 1 all-reduce of a scalar per
         mesh axis. Raises ValueError for arguments that do not fit or would have no effect.
         """
         unused = sorted(key for key, value in kwargs.items() if not _is_default(key, value))
-        if unused or (shard is None) == (input_ids is None):
+        beside = [attention_mask, labels, position_ids, cu_seqlens, shift_labels, loss_weights]
+        alone = shard is None or all(x is None for x in (*beside, num_items_in_batch))
+        if unused or (shard is None) == (input_ids is None) or not alone:
             raise ValueError(
-                f"forward takes either input_ids or shard, and knows no {unused or 'other'}. Leave it out."
+                f"forward takes either input_ids and what goes with them or shard alone, and knows no "
+                f"{unused or 'other'}. Leave it out."
             )
         wanted = shard is not None or labels is not None or shift_labels is not None
-        if isinstance(shard, Handed):
-            shard = shard.value
+        if loss_weights is not None and not wanted:
+            raise ValueError("loss_weights must come with labels or shift_labels, got none. Pass them.")
+        ddp = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+        if ddp is not None and not self.averaged:
+            raise ValueError(
+                "averaged=False must not go with DistributedDataParallel, which takes the mean of the ranks' "
+                "gradients. Build the model with averaged=True."
+            )
         if shard is None:
             inputs = {
                 "input_ids": input_ids,
@@ -166,16 +193,48 @@ class BridgedCausalLM(PreTrainedModel):  # type: ignore[no-untyped-call]
                 "position_ids": position_ids,
                 "cu_seqlens": cu_seqlens,
                 "shift_labels": shift_labels,
+                "loss_weights": loss_weights,
             }
-            shard = shard_inputs(
-                inputs, table=self.table, mesh=self.mesh, device=self.device, num_valid=num_items_in_batch
-            )
+            placed: dict[str, Any] = {"table": self.table, "mesh": self.mesh, "device": self.device}
+            if not self._checked:  # once: a loader that deals out batches would mix them
+                check_same(inputs, self.mesh)
+                self._checked = True
+            shard, weights = weighted_inputs(inputs, num_valid=num_items_in_batch, **placed)
+        else:
+            shard, weights = (shard.value, shard.weights) if isinstance(shard, Handed) else (shard, None)
+        options = self._precision()
+        with torch.autocast(self.device.type, enabled=False):
+            return self._compute(shard, weights, options, wanted)
+
+    def _compute(
+        self, shard: Shard, weights: Tensor | None, options: Options, wanted: bool
+    ) -> CausalLMOutputWithPast:
         params = skeleton.read(self, self.cfg, self.table, self.mesh)
-        placed: dict[str, Any] = {"table": self.table, "mesh": self.mesh, **self.options}
+        placed: dict[str, Any] = {"table": self.table, "mesh": self.mesh}
         if not wanted:
-            return CausalLMOutputWithPast(logits=llama.logits(params, shard, self.cfg, **placed))
-        part = llama.loss(params, shard, self.cfg, **placed)
+            return CausalLMOutputWithPast(logits=llama.logits(params, shard, self.cfg, **placed, **options))
+        if weights is None:
+            part = llama.loss(params, shard, self.cfg, **placed, **options)
+        else:
+            x, head = llama._hidden_and_head(params, shard, self.cfg, self.table, self.mesh, options)
+            total = weighted_cross_entropy(x, head, shard.labels, weights)
+            part = mean_of(total, shard, weights, self.table, self.mesh)
         return CausalLMOutputWithPast(loss=reported(part, self.mesh, averaged=self.averaged))
+
+    def _precision(self) -> Options:
+        """Where an engine asks for automatic casts: parameters stay as they are and are used in that type."""
+        if not torch.is_autocast_enabled(self.device.type):
+            return self.options
+        options: Options = {"dtype": torch.get_autocast_dtype(self.device.type)}
+        return {**options, **self.options}
+
+    def activation_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
+        raise ValueError(
+            "gradient_checkpointing=True must be False for this model, whose `remat` says what is kept. "
+            "Build it with remat='full' or 'attention'."
+        )
+
+    gradient_checkpointing_enable = activation_checkpointing_enable
 
     def reduce_grads(self) -> None:
         """Sum gradients of whole parameters over all ranks, see `reduce_module_grads`."""
@@ -195,14 +254,3 @@ class BridgedCausalLM(PreTrainedModel):  # type: ignore[no-untyped-call]
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError("generate with the exported model: save_pretrained, then AutoModel.")
-
-    def _parameter(self, name: str, leaf: Leaf, value: Tensor) -> nn.Parameter:
-        spec = spec_of(self.table.rest, name, leaf, table=self.table.name)
-        mesh = self.mesh
-        if not isinstance(mesh, DeviceMesh) or not spec.axes:
-            return nn.Parameter(value.detach())
-        local = DTensor.from_local(
-            value.detach(), mesh, placements_of(spec, mesh), run_check=False,
-            shape=torch.Size(leaf.shape), stride=global_stride(leaf.shape),
-        )  # fmt: skip
-        return nn.Parameter(local)

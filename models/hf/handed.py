@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from usp import Shard
 
 
 class Handed:
-    """A shard that engines pass on as it is: they move tensors they find in arguments to a device."""
+    """A shard, and the weights of its targets, that engines pass on: they move and cast tensors they find."""
 
-    __slots__ = ("value",)
+    __slots__ = ("value", "weights")
 
-    def __init__(self, value: Shard) -> None:
-        self.value = value
+    def __init__(self, value: Shard, weights: Tensor | None = None) -> None:
+        self.value, self.weights = value, weights

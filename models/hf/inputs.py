@@ -6,16 +6,18 @@ Document boundaries are taken from what says so, never from the values of positi
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from usp import Batch, Shard, shard_batch
+from usp.host import sent
 from usp.loss import IGNORE
 from usp.mesh import TABLES, MeshLike, Table, axis_sizes, local_slices
+from usp.models.hf.weights import WEIGHTS, checked_weights, target_weights
 from usp.order import ring_degree, zigzag
 
 CU_SEQLENS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
@@ -53,73 +55,96 @@ def to_batch(inputs: Mapping[str, Any]) -> Batch:
     return Batch(tokens, labels, edges, None if valid is None else valid.cpu().bool())
 
 
+class Weighted(NamedTuple):
+    """One rank's shard, and the weights of its targets, [b, s] placed as `shard.labels`, if there are any."""
+
+    shard: Shard
+    weights: Tensor | None
+
+
 def shard_inputs(
     inputs: Mapping[str, Any],
     *,
     table: Table,
     mesh: MeshLike,
     device: torch.device | str | None = None,
-    num_valid: Tensor | int | None = None,
+    num_valid: Tensor | float | None = None,
 ) -> Shard:
     """This rank's `Shard` of one collated global batch, the same on every rank. Does not communicate.
 
     As `to_batch`, and: shift_labels [B, S] are targets already shifted, used as they are instead of labels;
     position_ids [B, S] replace the positions counted from each document's start. Rows without targets are
     added where the ranks that share the rows do not divide their number. `num_valid`: targets of the whole
-    step, where this batch is only a part of it.
+    step, where this batch is only a part of it. Inputs with loss_weights: `weighted_inputs`.
     """
-    batch = to_batch(inputs)
+    if inputs.get(WEIGHTS) is not None:
+        raise ValueError(f"{WEIGHTS} must be cut with the tokens. Use weighted_inputs, which returns both.")
+    return weighted_inputs(inputs, table=table, mesh=mesh, device=device, num_valid=num_valid).shard
+
+
+def weighted_inputs(
+    inputs: Mapping[str, Any],
+    *,
+    table: Table,
+    mesh: MeshLike,
+    device: torch.device | str | None = None,
+    num_valid: Tensor | float | None = None,
+) -> Weighted:
+    """As `shard_inputs`, with this rank's part of loss_weights [B, S].
+
+    They belong to the labels they are given with: not shifted beside labels, shifted beside shift_labels. The
+    shard's `num_valid` is then the sum of the targets' weights.
+    """
+    batch = to_batch({**inputs, WEIGHTS: None})
+    weights = checked_weights(inputs, tuple(batch.tokens.shape))
     batch, added = _with_rows(batch, math.prod(axis_sizes(mesh)[a] for a in table.tokens[0]))
     shard = shard_batch(batch, table=table, mesh=mesh, device=device)
-    targets, positions = inputs.get("shift_labels"), inputs.get("position_ids")
+    targets, positions, count = inputs.get("shift_labels"), inputs.get("position_ids"), num_valid
     if targets is not None:
         targets = _add_rows(targets.cpu(), added, IGNORE)
-        count = (targets != IGNORE).sum().double().to(shard.num_valid.device)
-        shard = shard._replace(labels=_place(targets, IGNORE, shard, table, mesh), num_valid=count)
+        count = int((targets != IGNORE).sum()) if count is None else count
+        ids = 1 + max(int(batch.tokens.max()), int(targets.max()))
+        shard = shard._replace(labels=_place(targets, IGNORE, shard, table, mesh), num_ids=ids)
     if positions is not None:
         rows = _add_rows(positions.cpu().expand(batch.tokens.shape[0] - added, -1), added, 0)
-        _check_positions(rows, batch)
+        check_positions(rows, batch)
         shard = shard._replace(positions=_place(rows, 0, shard, table, mesh))
-    if num_valid is not None:
-        count = torch.as_tensor(num_valid, device=shard.num_valid.device, dtype=shard.num_valid.dtype)
-        shard = shard._replace(num_valid=count)
-    return shard
+    if weights is not None:
+        weights = _add_rows(weights, added, 0)
+        weights = target_weights(
+            weights, _shifted(batch) if targets is None else targets, shifted=targets is not None
+        )
+        count = float(weights.double().sum()) if num_valid is None else num_valid
+        weights = _place(weights, 0, shard, table, mesh)
+    if count is not None:
+        count = torch.as_tensor(count, dtype=shard.num_valid.dtype)
+        shard = shard._replace(num_valid=sent(count, shard.tokens.device))
+    return Weighted(shard, weights)
 
 
 def count_targets(inputs: Mapping[str, Any]) -> int:
     """Targets of a collated batch: labels that follow another token of their own document."""
-    if inputs.get("shift_labels") is not None:
-        return int((inputs["shift_labels"] != IGNORE).sum())
+    return int((_targets(inputs) != IGNORE).sum())
+
+
+def total_weight(inputs: Mapping[str, Any]) -> float:
+    """What a collated batch adds to the number that the loss is divided by: its targets, or their weights."""
+    weights = checked_weights(inputs, tuple(inputs["input_ids"].shape))
+    if weights is None:
+        return count_targets(inputs)
+    shifted = inputs.get("shift_labels") is not None
+    return float(target_weights(weights, _targets(inputs), shifted=shifted).double().sum())
+
+
+def _targets(inputs: Mapping[str, Any]) -> Tensor:
+    """[B, S], shifted."""
+    given: Tensor | None = inputs.get("shift_labels")
+    return _shifted(to_batch({**inputs, WEIGHTS: None})) if given is None else given.cpu()
+
+
+def _shifted(batch: Batch) -> Tensor:
     one = {"dp": 1, "ring": 1, "ulysses": 1}
-    return int(shard_batch(to_batch(inputs), table=TABLES["replicated"], mesh=one).num_valid)
-
-
-def merge(parts: Sequence[Mapping[str, Any]], *, pad: int = 0) -> dict[str, Tensor]:
-    """Collated batches as one: rows under each other, shorter ones padded on the right."""
-    batches = [to_batch(part) for part in parts]
-    for part, batch in zip(parts, batches, strict=True):
-        if part.get("position_ids") is not None:
-            _check_positions(part["position_ids"].cpu().expand(batch.tokens.shape[0], -1), batch)
-    length = max(batch.tokens.shape[1] for batch in batches)
-    tokens, labels, valid, edges, base = [], [], [], [0], 0
-    for batch in batches:
-        assert batch.labels is not None
-        num_rows, seq_len = batch.tokens.shape
-        extra = length - seq_len
-        tokens.append(torch.nn.functional.pad(batch.tokens, (0, extra), value=pad))
-        labels.append(torch.nn.functional.pad(batch.labels, (0, extra), value=IGNORE))
-        own = torch.ones_like(batch.tokens, dtype=torch.bool) if batch.valid is None else batch.valid
-        valid.append(torch.nn.functional.pad(own, (0, extra), value=False))
-        for row in range(num_rows):
-            inner = [0, seq_len] if batch.cu_seqlens is None else [int(e) for e in batch.cu_seqlens[row]]
-            edges += [base + edge for edge in dict.fromkeys([*inner[1:], length])]
-            base += length
-    return {
-        "input_ids": torch.cat(tokens),
-        "labels": torch.cat(labels),
-        "attention_mask": torch.cat(valid).long(),
-        "cu_seqlens": torch.tensor(edges, dtype=torch.int32),
-    }
+    return shard_batch(batch, table=TABLES["replicated"], mesh=one, device="cpu").labels
 
 
 def _edges(given: Mapping[str, Any], shape: torch.Size) -> list[list[int]] | None:
@@ -143,19 +168,27 @@ def _edges(given: Mapping[str, Any], shape: torch.Size) -> list[list[int]] | Non
     return rows
 
 
-def _check_positions(positions: Tensor, batch: Batch) -> None:
-    """position_ids may start anywhere, but must not restart inside what is one document."""
+def check_positions(positions: Tensor, batch: Batch, step: int | None = None) -> None:
+    """position_ids may start anywhere, but must not restart inside what is one document.
+
+    `step`: by how much they must rise there, where nothing but documents and lengths is passed on.
+    """
     bounds = batch.cu_seqlens or [[0, positions.shape[1]]] * positions.shape[0]
     kept = torch.ones_like(positions, dtype=torch.bool) if batch.valid is None else batch.valid
     for row, edges in enumerate(bounds):
-        falls = ((positions[row].diff() < 0) & kept[row, 1:]).nonzero().flatten() + 1
-        inside = sorted({int(at) for at in falls} - {int(edge) for edge in edges})
-        if inside:
-            raise ValueError(
-                f"position_ids[{row}] must not restart inside a document, got a restart at {inside[0]}. Pass "
-                f"cu_seqlens for packed documents (collators: return_flash_attn_kwargs=True); they are not "
-                f"guessed from positions."
-            )
+        rise = positions[row].diff()
+        for what, wrong in (
+            ("restart", rise < 0),
+            (f"rise by anything but {step}", rise != (rise if step is None else step)),
+        ):
+            places = (wrong & kept[row, 1:]).nonzero().flatten() + 1
+            inside = sorted({int(at) for at in places} - {int(edge) for edge in edges})
+            if inside:
+                raise ValueError(
+                    f"position_ids[{row}] must not {what} inside a document, got that at {inside[0]}. Pass "
+                    f"cu_seqlens for packed documents (collators: return_flash_attn_kwargs=True); they are "
+                    f"not guessed from positions."
+                )
 
 
 def _with_rows(batch: Batch, multiple: int) -> tuple[Batch, int]:
@@ -178,4 +211,4 @@ def _place(x: Tensor, fill: int, shard: Shard, table: Table, mesh: MeshLike) -> 
     """[B, S] -> what `shard_batch` gives this rank of it."""
     x = torch.nn.functional.pad(x, (0, shard.seq_len - x.shape[1]), value=fill)
     x = zigzag(x, ring_degree(table, mesh), dim=1)
-    return x[local_slices(table.tokens, tuple(x.shape), mesh)].to(shard.tokens.device)
+    return sent(x[local_slices(table.tokens, tuple(x.shape), mesh)], shard.tokens.device)

@@ -19,8 +19,9 @@ from usp.models.hf.attention import KEY, attend, wanted
 from usp.models.hf.handed import Handed
 from usp.models.hf.inputs import shard_inputs
 from usp.models.hf.probe import refuse_by_config, refuse_by_running
-from usp.models.hf.reduce import num_replicas, reduce_module_grads, reported
+from usp.models.hf.reduce import mean_of, reduce_module_grads, reported
 from usp.order import ring_axes
+from usp.sequence_loss import weighted_cross_entropy
 
 _numbers = itertools.count()
 
@@ -73,23 +74,29 @@ class SequenceParallel:
             input_ids=shard.tokens, position_ids=shard.positions, use_cache=False, **handed, **kwargs
         )
 
-    def loss(self, shard: Shard, *, engine: Any = None) -> Tensor:
+    def loss(self, shard: Shard, *, weights: Tensor | None = None, engine: Any = None) -> Tensor:
         """Mean over the targets of all ranks: one value everywhere, its gradient this rank's contribution.
 
-        Where the model's head is one plain matrix, whole logits never exist. Communicates, per layer, as
-        `attend`, and 1 all-reduce of a scalar per mesh axis.
+        `weights`: those of the targets, from `weighted_inputs`. Where the model's head is one plain matrix,
+        whole logits never exist. Communicates, per layer, as `attend`, and 1 all-reduce of a scalar per mesh
+        axis.
         """
         if self.fused:
-            with _caught(self.model.get_output_embeddings()) as caught:
-                self(shard, engine=engine)
-            weight = self.model.get_output_embeddings().weight
-            total = linear_cross_entropy(caught[0], weight, shard.labels)
+            with _loss_in_head(self.model.get_output_embeddings(), shard.labels, weights) as seen:
+                total = self(shard, engine=engine).logits.sum()
+            if not seen:
+                raise ValueError(
+                    "engine must hold the model that this context was bound to, got another one, whose head "
+                    "was run. Bind that model in a context of its own."
+                )
         else:
             logits = self(shard, engine=engine).logits
             wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
-            total = F.cross_entropy(wide, shard.labels.flatten(), ignore_index=IGNORE, reduction="sum")
-        count = shard.num_valid.clamp(min=1) * num_replicas(self.table, self.mesh)
-        return reported(total / count.to(total.dtype), self.mesh, averaged=self.averaged)
+            labels = shard.labels if weights is None else shard.labels.where(weights != 0, IGNORE)
+            losses = F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORE, reduction="none")
+            total = losses.sum() if weights is None else (losses * weights.flatten().to(losses.dtype)).sum()
+        part = mean_of(total, shard, weights, self.table, self.mesh)
+        return reported(part, self.mesh, averaged=self.averaged)
 
     def reduce_grads(self) -> None:
         """Sum the parameters' gradients over all ranks. Not for engines that do it themselves."""
@@ -161,19 +168,38 @@ def sequence_parallel(
 
 
 @contextmanager
-def _caught(head: nn.Module) -> Iterator[list[Tensor]]:
-    """What goes into the head; the head itself sees one token a row."""
+def _loss_in_head(head: nn.Module, labels: Tensor, weights: Tensor | None) -> Iterator[list[Tensor]]:
+    """Inside, the head gives the sum of its tokens' losses in place of logits, as [1, 1, 1].
+
+    Yields a list that holds what the head was given, once it has run.
+
+    Made while the head runs, where an engine that keeps weights in parts (ZeRO-3, FSDP) has this one whole.
+    """
     caught: list[Tensor] = []
 
-    def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         caught.append(args[0])
         return (args[0][:, :1], *args[1:])
 
-    handle = head.register_forward_pre_hook(hook)
+    def after(module: nn.Module, _: Any, __: Any) -> Tensor:
+        matrix: Tensor = module.weight  # type: ignore[assignment]
+        kind = matrix.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else matrix.dtype
+        x, matrix = caught[0].to(dtype), matrix.to(dtype)
+        with torch.autocast(kind, enabled=False):
+            if weights is None:
+                total = linear_cross_entropy(x, matrix, labels)
+            else:
+                total = weighted_cross_entropy(x, matrix, labels, weights)
+        return total.view(1, 1, 1).clone()  # no view, to which engines could not add a hook
+
+    # first of the head's forward hooks: an engine's own gives the weight up again
+    handles = [head.register_forward_pre_hook(before), head.register_forward_hook(after, prepend=True)]
     try:
         yield caught
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
 
 
 def _check_table(table: Table, mesh: MeshLike) -> None:

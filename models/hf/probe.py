@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 _LENGTH, _AT = 5, 2
 _ROPES_OF_LENGTH = ("dynamic", "longrope")
@@ -121,23 +120,25 @@ def _spread(x: Any) -> bool:
 @contextmanager
 def _head(model: Any) -> Iterator[list[bool]]:
     """Whether logits are head.weight times what goes into the head: tried with large values, on which a
-    bias, a scale or a cap would show."""
+    bias, a scale or a cap would show. A head that wraps another (an adapter) counts as not plain."""
     head, plain = model.get_output_embeddings(), []
     weight = getattr(head, "weight", None)
-    if weight is None or isinstance(weight, DTensor) or getattr(head, "bias", None) is not None:
+    if weight is None or any(head.children()) or getattr(head, "bias", None) is not None:
         yield [False]
         return
-    seen: list[Tensor] = []
+    wanted: list[Tensor] = []
 
     def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        x = torch.ones_like(args[0]) + torch.arange(args[0].shape[-1], device=weight.device).to(args[0]) % 3
-        size = F.linear(x, weight).abs().amax().clamp(min=1e-6)
-        seen.append(x * (200.0 / size))
-        return (seen[-1], *args[1:])
+        matrix = head.weight  # whole here, whatever engine keeps it in parts
+        x = torch.ones_like(args[0]) + torch.arange(args[0].shape[-1], device=matrix.device).to(args[0]) % 3
+        size = F.linear(x, matrix).abs().amax().clamp(min=1e-6)
+        x = x * (200.0 / size)
+        wanted.append(F.linear(x, matrix))
+        return (x, *args[1:])
 
     def after(_: nn.Module, __: Any, out: Any) -> None:
         logits = out.logits if hasattr(out, "logits") else out[0]
-        want = F.linear(seen[-1], weight).to(logits.dtype)
+        want = wanted[-1].to(logits.dtype)
         plain.append(logits.shape == want.shape and torch.allclose(logits, want, rtol=1e-2, atol=1e-2))
 
     handles = [head.register_forward_pre_hook(before), model.register_forward_hook(after)]

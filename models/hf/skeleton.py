@@ -6,13 +6,16 @@ weight plus what its active adapters add.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from usp.mesh import Table, local_slices
+from usp.mesh import P, Table, axis_sizes, local_slices, placements_of
+from usp.mesh.dtensor import global_stride
 from usp.models.config import LlamaConfig
 from usp.models.files.hf_names import hf_name
 from usp.models.params import Leaf, Mesh, Params, abstract, map_params, named_leaves, spec_of
@@ -22,7 +25,7 @@ class Holder(nn.Module):
     """Parameters or modules without a forward of their own."""
 
 
-def build(root: nn.Module, cfg: LlamaConfig, make: Callable[[str, Leaf], nn.Parameter]) -> None:
+def build(root: nn.Module, cfg: LlamaConfig, values: Mapping[str, Tensor], table: Table, mesh: Mesh) -> None:
     """Give `root` one parameter for each leaf of the tree: q_proj and the like are nn.Linear."""
     leaves = dict(named_leaves(abstract(cfg)))
     names = {hf_name(dotted) for dotted in leaves}
@@ -30,7 +33,22 @@ def build(root: nn.Module, cfg: LlamaConfig, make: Callable[[str, Leaf], nn.Para
         path, _, kind = hf_name(dotted).rpartition(".")
         if kind == "weight":
             _attach(root, path, _module(path, leaf, f"{path}.bias" in names))
-        setattr(root.get_submodule(path), kind, make(dotted, leaf))
+        spec = spec_of(table.rest, dotted, leaf, table=table.name)
+        setattr(root.get_submodule(path), kind, _parameter(values[dotted], leaf.shape, spec, mesh))
+
+
+def _parameter(value: Tensor, shape: tuple[int, ...], spec: P, mesh: Mesh) -> nn.Parameter:
+    """Whole, or a DTensor on the axes larger than 1 alone: each more makes DTensor look at many more ways."""
+    axes = tuple(axis for axis, size in axis_sizes(mesh).items() if size > 1)
+    spec = P(*[tuple(axis for axis in dim if axis in axes) for dim in spec.dims])
+    if not isinstance(mesh, DeviceMesh) or not spec.axes:
+        return nn.Parameter(value.detach())
+    mesh = mesh if len(axes) == mesh.ndim else mesh[axes]
+    local = DTensor.from_local(
+        value.detach(), mesh, placements_of(spec, mesh), run_check=False,
+        shape=torch.Size(shape), stride=global_stride(shape),
+    )  # fmt: skip
+    return nn.Parameter(local)
 
 
 def _module(path: str, leaf: Leaf, bias: bool) -> nn.Module:
@@ -74,6 +92,15 @@ def read(root: nn.Module, cfg: LlamaConfig, table: Table, mesh: Mesh) -> Params:
         return value
 
     return map_params(one, abstract(cfg))
+
+
+@torch.no_grad()
+def write(root: nn.Module, cfg: LlamaConfig, params: Params) -> None:
+    """Copy the tree's values, this rank's shards, into the parameters."""
+    for dotted, value in named_leaves(params):
+        path, _, kind = hf_name(dotted).rpartition(".")
+        held: Tensor = getattr(root.get_submodule(path), kind)
+        (held.to_local() if isinstance(held, DTensor) else held).copy_(value)
 
 
 def _active(module: nn.Module, path: str) -> nn.Module:

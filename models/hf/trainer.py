@@ -9,67 +9,44 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
-from usp.mesh import TABLES, MeshLike, Table, build_mesh
-from usp.mesh.devices import check_world_size
+from usp.mesh import MeshLike, build_mesh
 from usp.models.hf.bridge import ONE_RANK, BridgedCausalLM
+from usp.models.hf.config import SequenceParallelConfig
 from usp.models.hf.handed import Handed
-from usp.models.hf.inputs import count_targets, shard_inputs
+from usp.models.hf.inputs import total_weight, weighted_inputs
 from usp.models.hf.loader import DealtCollator, check_same, same_on_every_rank
 from usp.models.hf.parallel import SequenceParallel, sequence_parallel
+from usp.models.hf.resume import CutParameters
+from usp.models.hf.weights import WEIGHTS
+
+__all__ = ["SequenceParallelConfig", "SequenceParallelMixin", "SequenceParallelTrainer"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class SequenceParallelConfig:
-    """How the ranks are used; the names are those of Accelerate's ParallelismConfig where it has them.
-
-    ulysses_size * ring_size ranks share one sequence (sp_size); dp_replicate_size groups of them read
-    different rows, by default as many as there are. `table`: a name of `TABLES`, or a table.
-    """
-
-    ulysses_size: int = 1
-    ring_size: int = 1
-    dp_replicate_size: int | None = None
-    table: str | Table = "usp"
-    kernel: str = "auto"
-
-    @property
-    def sp_size(self) -> int:
-        return self.ulysses_size * self.ring_size
-
-    def resolve(self, world: int) -> tuple[Table, dict[str, int]]:
-        """The table and the sizes of the mesh. ValueError for what does not fit or would cut nothing."""
-        if isinstance(self.table, str) and self.table not in TABLES:
-            raise ValueError(f"table={self.table!r} must be one of {', '.join(sorted(TABLES))}. Change it.")
-        table = TABLES[self.table] if isinstance(self.table, str) else self.table
-        for axis, size in (("ulysses", self.ulysses_size), ("ring", self.ring_size)):
-            if size > 1 and axis not in table.tokens.axes:
-                raise ValueError(
-                    f"{axis}_size={size} must be 1 where it cuts nothing, got table={table.name!r}. Choose "
-                    f"another table."
-                )
-        dp = max(1, world // self.sp_size) if self.dp_replicate_size is None else self.dp_replicate_size
-        check_world_size(world, dp=dp, ring=self.ring_size, ulysses=self.ulysses_size)
-        return table, {"dp": dp, "ring": self.ring_size, "ulysses": self.ulysses_size}
-
-
-class SequenceParallelMixin(Trainer):
+class SequenceParallelMixin(CutParameters):
     """Put before a Trainer class: `class Mine(SequenceParallelMixin, SFTTrainer)`.
 
     Takes `sequence_parallel=SequenceParallelConfig(...)` beside the Trainer's own arguments. The model is a
-    `BridgedCausalLM` with whole parameters, or any causal model that `sequence_parallel` takes.
+    `BridgedCausalLM`, its parameters whole or cut, or any causal model that `sequence_parallel` takes.
+
+    Examples, or what the collator makes of them, may hold `loss_weights`, one number at least 0 for each
+    token: the loss is then the sum of weight * token loss over the sum of weights, in evaluation too.
     """
 
     def __init__(self, *args: Any, sequence_parallel: SequenceParallelConfig, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         world = dist.get_world_size() if dist.is_initialized() else 1
+        seen = self.accelerator.num_processes
+        if world != seen:
+            raise ValueError(
+                f"world_size={world} must be what Accelerate sees, got {seen}: each rank would train alone. "
+                f"Without a GPU pass use_cpu=True to the training arguments."
+            )
         self.table, self.sizes = sequence_parallel.resolve(world)
         self.mesh: MeshLike = build_mesh(**self.sizes, device_type=None) if world > 1 else ONE_RANK
         self.kernel = sequence_parallel.kernel
@@ -77,6 +54,7 @@ class SequenceParallelMixin(Trainer):
         self._sp: SequenceParallel | None = None
         self._checked: Any = None
         self._refuse()
+        self.own_placement()
 
     def _refuse(self) -> None:
         model = self.accelerator.unwrap_model(self.model)
@@ -89,12 +67,17 @@ class SequenceParallelMixin(Trainer):
                 ("train_sampling_strategy='batch_rebalance'", self._sampling() == "batch_rebalance"),
                 ("use_liger_kernel, whose loss is not used", bool(self.args.use_liger_kernel)),
                 ("several devices in one process", self.args.n_gpu > 1),
+                ("model_init, whose models come after the cut", self.model_init is not None),
+                ("neftune_noise_alpha, whose noise would be that of a part", bool(self._neftune())),
                 ("a model of another table", self._other_table(model)),
             )
             if there
         ]
         if problems:
             raise ValueError(f"this Trainer must run without {'; '.join(problems)}. Leave it out.")
+
+    def _neftune(self) -> Any:
+        return getattr(self.args, "neftune_noise_alpha", None)
 
     def _sampling(self) -> str:
         return str(getattr(self.args, "train_sampling_strategy", ""))
@@ -134,13 +117,20 @@ class SequenceParallelMixin(Trainer):
         return int(self._train_batch_size * args.gradient_accumulation_steps * self.sizes["dp"])
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        """As the Trainer's, with targets counted over the global batches."""
+        """As the Trainer's, with targets, or their weights, counted over the global batches."""
         samples = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
         epoch = int(self.state.epoch or 0)
         if samples and self._checked != epoch:
             check_same(samples[0], self.mesh)
             self._checked = epoch
-        return samples, torch.tensor(sum(count_targets(batch) for batch in samples))
+        if len({WEIGHTS in batch for batch in samples}) > 1:
+            raise ValueError(f"{WEIGHTS} must be in all batches or in none, got both. Add the missing.")
+        return samples, torch.tensor(sum(total_weight(batch) for batch in samples), dtype=torch.float64)
+
+    def _set_signature_columns_if_needed(self) -> None:
+        super()._set_signature_columns_if_needed()
+        held: Any = self
+        held._signature_columns = [*dict.fromkeys([*held._signature_columns, WEIGHTS])]
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         return inputs  # cut on the CPU first; only this rank's part goes to the device
@@ -161,12 +151,12 @@ class SequenceParallelMixin(Trainer):
         if return_outputs:
             raise ValueError("return_outputs=True must be left out: whole logits never exist.")
         device: torch.device = self.args.device
-        shard = shard_inputs(
+        shard, weights = weighted_inputs(
             inputs, table=self.table, mesh=self.mesh, device=device, num_valid=num_items_in_batch
         )
         if self._sp is not None:
-            return self._sp.loss(shard, engine=model)
-        return model(shard=Handed(shard)).loss
+            return self._sp.loss(shard, weights=weights, engine=model)
+        return model(shard=Handed(shard, weights)).loss
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         with self._cut():
@@ -180,17 +170,17 @@ class SequenceParallelMixin(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Mean over all targets of the data set: sums of losses divided by sums of counts."""
+        """Mean over all targets of the data set: sums of losses divided by sums of counts, or of weights."""
         model: Any = self.accelerator.unwrap_model(self.model)
         training = model.training
         model.eval()
         total = torch.zeros((), dtype=torch.float64)
-        count = num_samples = 0
+        count, num_samples = 0.0, 0
         with self._cut(), torch.no_grad():
             for inputs in dataloader:
                 part = self.compute_loss(model, inputs, num_items_in_batch=1)
                 total += part.double().cpu()
-                count += count_targets(inputs)
+                count += total_weight(inputs)
                 num_samples += inputs["input_ids"].shape[0]
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         model.train(training)
@@ -203,7 +193,8 @@ class SequenceParallelMixin(Trainer):
         """The model on shards for as long as it trains or is evaluated; undone afterwards."""
         model: Any = self.accelerator.unwrap_model(self.model)
         core = model.get_base_model() if hasattr(model, "get_base_model") else model
-        averaged = dist.is_initialized() and dist.get_world_size() > 1  # Accelerate takes the mean
+        # Accelerate takes the mean of the ranks' gradients; those of cut parameters are sums already
+        averaged = dist.is_initialized() and dist.get_world_size() > 1 and self.cut_model() is None
         if isinstance(core, BridgedCausalLM):
             before, core.averaged = core.averaged, averaged
             try:

@@ -4,8 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +16,7 @@ import torch
 import usp.tools.loop as loop
 from tests.tools.conftest import environment
 from tests.tools.test_resume import assert_same, curve, words
+from tests.tools.warm import Job, said_by, start_warm
 from usp.state.files import read_index
 from usp.tools.cli import main as usp
 from usp.tools.facts import same_everywhere
@@ -146,18 +145,17 @@ def test_the_launcher_is_told_to_end(model_dir: Path, corpus: Path, tmp_path: Pa
     (tmp_path / "faulty.py").write_text(FAULTY)
     out = tmp_path / "out"
     line = words(model_dir, corpus, out, ulysses=2, steps=200, save_every=100)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    process = subprocess.Popen(
-        [*command, "-m", "faulty", "slow", *line],
-        cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+    said = tmp_path / "said"
+    said.mkdir()
+    job = Job(["faulty", "slow", *line], 2, 0, None, tmp_path, environment(), said)
+    process = start_warm(job)
     end = time.monotonic() + 120
     while len(read_rows(out / "metrics.jsonl")) < 3 and time.monotonic() < end:
         time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=60)
-    assert process.returncode != 0
-    step = int(re.findall(r"ended by SIGTERM after step (\d+); --resume goes on", said)[0])
+    process.terminate()
+    process.join(60)
+    assert process.exitcode
+    step = int(re.findall(r"ended by SIGTERM after step (\d+); --resume goes on", said_by(job)[0])[0])
     assert [p.name for p in (out / "state").iterdir()] == [f"step-{step:08d}"]
     assert [row[0] for row in curve(out)] == list(range(1, step + 1))
     files = read_index(out / "state" / f"step-{step:08d}").tensors["params.embed"].shards

@@ -14,7 +14,7 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
@@ -36,18 +36,29 @@ class Job(NamedTuple):
     """Folder of what is written to stdout and stderr."""
 
 
-def run_warm(job: Job, *, timeout: float) -> "subprocess.CompletedProcess[str]":
-    """As `subprocess.run` of the command; a process that outlives `timeout` seconds is an error."""
+def start_warm(job: Job) -> Any:
+    """The launcher's process, under way."""
     process = forked().Process(target=_start, args=(job,))
     process.start()
-    process.join(timeout)
+    return process
+
+
+def said_by(job: Job) -> tuple[str, str]:
+    """What was written to stdout and stderr."""
     out, err = ((job.said / name).read_text(errors="replace") for name in ("stdout", "stderr"))
+    return out, err
+
+
+def run_warm(job: Job, *, timeout: float) -> "subprocess.CompletedProcess[str]":
+    """As `subprocess.run` of the command; a process that outlives `timeout` seconds is an error."""
+    process = start_warm(job)
+    process.join(timeout)
     if process.is_alive():
         process.terminate()  # the agent ends its workers
         process.join(5)
         process.kill()
-        raise subprocess.TimeoutExpired(list(job.words), timeout, out, err)
-    return subprocess.CompletedProcess(list(job.words), process.exitcode or 0, out, err)
+        raise subprocess.TimeoutExpired(list(job.words), timeout, *said_by(job))
+    return subprocess.CompletedProcess(list(job.words), process.exitcode or 0, *said_by(job))
 
 
 def _start(job: Job) -> None:

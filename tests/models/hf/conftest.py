@@ -1,10 +1,16 @@
-"""Gloo ranks that live as long as the test session."""
+"""Gloo ranks that live as long as the test session, and the model that most of them start from."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from tests.forked import PRELOADED
+from tests.models.hf.causal import causal_model
 from tests.pool import Pool
+
+# Accelerate imports DeepSpeed where it is installed, and the first engine all that its optimizers need.
+PRELOADED.extend(["tests.models.hf.run_deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer"])
 
 
 @pytest.fixture(scope="session")
@@ -19,3 +25,11 @@ def four() -> Iterator[Pool]:
     pool = Pool(4)
     yield pool
     pool.stop()
+
+
+@pytest.fixture(scope="session")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of Transformers: `causal_model("llama")`."""
+    folder = tmp_path_factory.mktemp("start") / "llama"
+    causal_model("llama").save_pretrained(folder)
+    return folder

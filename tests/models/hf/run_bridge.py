@@ -67,3 +67,21 @@ def save_on_rank(folder: Path, out: Path, table: str, keep_whole: bool) -> None:
             p.mul_(2.0)
     model.save_pretrained(out, is_main_process=dist.get_rank() == 0)
     dist.barrier()
+
+
+def refused_on_rank(folder: Path) -> list[str]:
+    """What a loader that deals out batches, and DistributedDataParallel over sums, are told."""
+    mesh = build_mesh(ulysses=2)
+    model: Any = BridgedCausalLM.from_pretrained(folder, mesh=mesh, whole=True)
+    inputs = inputs_of("packed")
+    said = []
+    for call in (
+        lambda: model(**{**inputs, "input_ids": (inputs["input_ids"] + mesh.get_rank()) % 101}),
+        lambda: torch.nn.parallel.DistributedDataParallel(model)(**inputs),
+    ):
+        try:
+            call()
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
+    return said

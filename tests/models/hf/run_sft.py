@@ -9,14 +9,13 @@ os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
 
 import datasets
 import torch
-import torch.distributed as dist
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
 from tests.models.hf.causal import causal_model
-from tests.models.hf.run_trainer import as_launched, curve
+from tests.models.hf.run_trainer import Examples, WeightedLoss, as_launched, curve, padded
 from usp.mesh import TABLES, build_mesh
 from usp.models.hf import BridgedCausalLM
 from usp.models.hf.sft import SequenceParallelSFTTrainer
@@ -72,18 +71,44 @@ def plain(out: Path) -> Any:
     return curve(trainer)
 
 
-def cut(out: Path, ulysses: int, table: str, kind: str, more: dict[str, Any]) -> Any:
+def tokenized(number: int) -> datasets.Dataset:
+    """Documents with a weight for each token, some of them 0."""
+    rows = Examples(number, 4, weighted=True).rows
+    return datasets.Dataset.from_list([row for row in rows if any(label != -100 for label in row["labels"])])
+
+
+class WeightedSFT(WeightedLoss, SFTTrainer):
+    """TRL's trainer on one process, with weights."""
+
+
+def plain_weighted(out: Path) -> Any:
+    torch.set_num_threads(1)
+    trainer = WeightedSFT(
+        causal_model("llama"),
+        config(out, max_steps=WEIGHTED),
+        train_dataset=tokenized(22),
+        data_collator=padded,
+        processing_class=tokenizer(),
+    )
+    trainer.loss_is_scaled_for_ga = True
+    trainer.train()
+    return curve(trainer)
+
+
+WEIGHTED = 3
+
+
+def cut(out: Path, ulysses: int, table: str, kind: str, more: dict[str, Any], weighted: bool = False) -> Any:
     model = causal_model("llama")
-    if kind == "bridge":
-        model.save_pretrained(out / "start", is_main_process=dist.get_rank() == 0)
-        dist.barrier()
+    if kind == "cut":
         mesh = build_mesh(ulysses=ulysses)
-        model = BridgedCausalLM.from_pretrained(out / "start", table=TABLES[table], mesh=mesh, whole=True)
+        model = BridgedCausalLM.from_pretrained(out.parent / "start", table=TABLES[table], mesh=mesh)
+    data = tokenized if weighted else conversations
     trainer = SequenceParallelSFTTrainer(
         model,
         config(out, **more),
-        train_dataset=conversations(22),
-        eval_dataset=conversations(6),
+        train_dataset=data(22),
+        eval_dataset=data(6),
         processing_class=tokenizer(),
         sequence_parallel=SequenceParallelConfig(ulysses_size=ulysses, table=table),
     )

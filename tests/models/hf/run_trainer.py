@@ -1,5 +1,6 @@
 """What one rank does in the tests of the Trainer."""
 
+import gc
 import os
 import random
 from pathlib import Path
@@ -7,39 +8,51 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments
 
 from tests.models.hf.causal import causal_model
+from tests.models.hf.run_bridge import whole
 from usp.mesh import TABLES, build_mesh
 from usp.models.hf import BridgedCausalLM
 from usp.models.hf.trainer import SequenceParallelConfig, SequenceParallelTrainer
 
 
-class Examples(Dataset[dict[str, list[int]]]):
-    """Documents of many lengths; the first part of each is a prompt that is no target."""
+class Examples(Dataset[dict[str, Any]]):
+    """Documents of many lengths; the first part of each is a prompt that is no target.
 
-    def __init__(self, number: int, seed: int) -> None:
+    `weighted`: a number for each token, some of them 0, for two documents all of them.
+    """
+
+    def __init__(self, number: int, seed: int, weighted: bool = False) -> None:
         draw = random.Random(seed)
-        self.rows = []
-        for _ in range(number):
+        self.rows: list[dict[str, Any]] = []
+        for index in range(number):
             tokens = [draw.randrange(1, 101) for _ in range(draw.randrange(3, 21))]
             prompt = draw.randrange(len(tokens))
-            self.rows.append({"input_ids": tokens, "labels": [-100] * prompt + tokens[prompt:]})
+            row: dict[str, Any] = {"input_ids": tokens, "labels": [-100] * prompt + tokens[prompt:]}
+            self.rows.append({**row, "loss_weights": weights_of(tokens, index)} if weighted else row)
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> dict[str, list[int]]:
+    def __getitem__(self, index: int) -> dict[str, Any]:
         return self.rows[index]
 
 
-def padded(examples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+def weights_of(tokens: list[int], index: int) -> list[float]:
+    return [0.0 if index % 13 == 5 else (token % 7) / 50 for token in tokens]
+
+
+def padded(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     """Rows padded on the right to the longest."""
     length = max(len(e["input_ids"]) for e in examples)
-    fill = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+    fill = {"input_ids": 0, "labels": -100, "attention_mask": 0, "loss_weights": 0.0}
     rows = [{**e, "attention_mask": [1] * len(e["input_ids"])} for e in examples]
-    return {k: torch.tensor([r[k] + [v] * (length - len(r[k])) for r in rows]) for k, v in fill.items()}
+    keys = [key for key in fill if key in rows[0]]
+    return {k: torch.tensor([r[k] + [fill[k]] * (length - len(r[k])) for r in rows]) for k in keys}
 
 
 def flattened(examples: list[dict[str, list[int]]]) -> dict[str, Any]:
@@ -47,11 +60,16 @@ def flattened(examples: list[dict[str, list[int]]]) -> dict[str, Any]:
     return DataCollatorWithFlattening(return_flash_attn_kwargs=True)(examples)
 
 
+STEPS = 8  # two epochs
 COLLATORS = {"padded": padded, "flattened": flattened}
 
 
 def as_launched() -> None:
-    """What torchrun sets, and Accelerate asks for although the process group exists."""
+    """What torchrun sets, and Accelerate asks for although the process group exists.
+
+    Accelerate collects garbage often: half a second each time, unless what was imported is left out of it.
+    """
+    gc.freeze()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
 
 
@@ -61,7 +79,7 @@ def arguments(out: Path, rows: int, **more: Any) -> TrainingArguments:
         "per_device_train_batch_size": rows,
         "per_device_eval_batch_size": 3,
         "gradient_accumulation_steps": 2,
-        "max_steps": 20,
+        "max_steps": STEPS,
         "learning_rate": 3e-3,
         "warmup_steps": 4,
         "lr_scheduler_type": "linear",
@@ -83,51 +101,94 @@ def curve(trainer: Trainer) -> list[dict[str, float]]:
     return [{k: float(e[k]) for k in keys} for e in trainer.state.log_history if "loss" in e]
 
 
-def plain(out: Path, family: str = "llama") -> Any:
+class WeightedLoss(Trainer):
+    """Weights on one process: whole logits, and weights moved with the labels, as one would write it."""
+
+    def _set_signature_columns_if_needed(self) -> None:
+        super()._set_signature_columns_if_needed()
+        self._signature_columns = [*self._signature_columns, "loss_weights"]  # type: ignore[misc]
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        samples = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
+        counted = [b["loss_weights"][:, 1:][b["labels"][:, 1:] != -100].double().sum() for b in samples]
+        return samples, torch.stack(counted).sum()
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        weights, labels = inputs["loss_weights"][:, 1:], inputs["labels"][:, 1:]
+        logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+        losses = cross_entropy(logits[:, :-1].flatten(0, 1).double(), labels.flatten(), reduction="none")
+        return (losses * weights.flatten()).sum() / num_items_in_batch
+
+
+def plain(out: Path, kind: type[Trainer] = Trainer, weighted: bool = False, **more: Any) -> Any:
     """Transformers' own Trainer on one process, every document a row."""
     torch.set_num_threads(1)
-    model = causal_model(family)
-    trainer = Trainer(model, arguments(out, 4), train_dataset=Examples(26, 1), data_collator=padded)
+    gc.freeze()
+    model = causal_model("llama")
+    data = Examples(26, 1, weighted)
+    trainer = kind(model, arguments(out, 4, **more), train_dataset=data, data_collator=padded)
+    trainer.loss_is_scaled_for_ga = True
     trainer.train()
     return curve(trainer), {n: p.detach().clone() for n, p in model.named_parameters()}
 
 
 def make(
-    out: Path, dp: int, ring: int, ulysses: int, table: str, collator: str, kind: str, **more: Any
+    out: Path,
+    dp: int,
+    ring: int,
+    ulysses: int,
+    table: str,
+    collator: str,
+    kind: str,
+    weighted: bool = False,
+    **more: Any,
 ) -> Any:
+    """`kind`: an unchanged model of Transformers, or a bridged one, its parameters whole or cut.
+
+    A bridged one is read from the folder `start` beside `out`.
+    """
     as_launched()
-    model = causal_model("llama")
-    if kind == "bridge":
+    if kind == "plain":
+        model: Any = causal_model("llama")
+    else:
         mesh = build_mesh(dp=dp, ring=ring, ulysses=ulysses)
-        folder = out / "start"
-        model.save_pretrained(folder, is_main_process=dist.get_rank() == 0)
-        dist.barrier()
-        model = BridgedCausalLM.from_pretrained(folder, table=TABLES[table], mesh=mesh, whole=True)
+        folder = out.parent / "start"
+        model = BridgedCausalLM.from_pretrained(folder, table=TABLES[table], mesh=mesh, whole=kind == "whole")
     return SequenceParallelTrainer(
         model,
         arguments(out, 4 // dp, **more),
-        train_dataset=Examples(26, 1),
-        eval_dataset=Examples(10, 2),
+        train_dataset=Examples(26, 1, weighted),
+        eval_dataset=Examples(10, 2, weighted),
         data_collator=COLLATORS[collator],
         sequence_parallel=SequenceParallelConfig(ulysses_size=ulysses, ring_size=ring, table=table),
     )
 
 
-def on_rank(out: Path, *run: Any) -> Any:
-    trainer = make(out, *run)
+def on_rank(out: Path, *run: Any, **more: Any) -> Any:
+    trainer = make(out, *run, **more)
+    before = {} if more else trainer.evaluate()
     trainer.train()
-    first = dist.get_rank() == 0
-    params = {n: p.detach().clone() for n, p in trainer.model.named_parameters()} if first else {}
+    params = {n: whole(p.detach()) for n, p in trainer.model.named_parameters()}
     metrics = trainer.evaluate()
     trainer.save_model(str(out / "saved"))
     dist.barrier()
     implementation = trainer.model.config._attn_implementation
-    return curve(trainer), params, metrics, implementation
+    held = [held_by(p) for p in trainer.model.parameters()]
+    held += [held_by(t) for state in trainer.optimizer.state.values() for t in state.values() if t.dim()]
+    params = params if dist.get_rank() == 0 else {}
+    return curve(trainer), params, (before, metrics), implementation, sum(held)
 
 
-class StopAt7(TrainerCallback):
+def held_by(value: torch.Tensor) -> int:
+    """Elements on this rank."""
+    return (value.to_local() if isinstance(value, DTensor) else value).numel()
+
+
+class StopAt6(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop = state.global_step == 7
+        control.should_training_stop = state.global_step == 6
 
 
 def different_on_rank(out: Path) -> str:
@@ -141,12 +202,34 @@ def different_on_rank(out: Path) -> str:
     return ""
 
 
-def resumed_on_rank(out: Path, *run: Any) -> Any:
-    """Stop in the middle of the second epoch, start again in a new Trainer: the whole run's curve."""
-    first = make(out, *run, save_strategy="steps", save_steps=5)
-    first.add_callback(StopAt7())
-    first.train()
-    second = make(out, *run, save_strategy="steps", save_steps=5)
-    second.train(resume_from_checkpoint=str(out / "checkpoint-5"))
+def alone_on_rank(out: Path) -> str:
+    """Accelerate does not see the ranks of a CPU unless it is told to."""
+    as_launched()
+    try:
+        SequenceParallelTrainer(
+            causal_model("llama"),
+            arguments(out, 1, use_cpu=False),
+            sequence_parallel=SequenceParallelConfig(ulysses_size=2),
+        )
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def stopped_on_rank(out: Path, *run: Any) -> None:
+    """Stop in the middle of the second epoch, a step after a checkpoint."""
+    trainer = make(out, *run, save_strategy="steps", save_steps=5)
+    trainer.add_callback(StopAt6())
+    trainer.train()
     dist.barrier()
-    return curve(second)
+
+
+def resumed_on_rank(out: Path, *run: Any) -> Any:
+    """Start again in a new Trainer: the whole run's curve."""
+    trainer = make(out, *run)
+    trainer.train(resume_from_checkpoint=str(out / "checkpoint-5"))
+    return curve(trainer)
+
+
+def weighted_on_rank(out: Path, *run: Any) -> Any:
+    return on_rank(out, *run, weighted=True, max_steps=4)

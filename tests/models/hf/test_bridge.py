@@ -1,5 +1,6 @@
 """The functional model as a Transformers model: loss and gradients of Transformers' own, and its files."""
 
+import ast
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,16 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from tests.models.batches import two_rows
-from tests.models.hf.run_bridge import inputs_of, on_rank, save_on_rank, shifted, step, whole
+import usp.models.hf
+from tests.models.batches import ONE, two_rows
+from tests.models.hf.causal import causal_model, unsharded
+from tests.models.hf.run_bridge import inputs_of, on_rank, refused_on_rank, save_on_rank, shifted, step, whole
 from tests.models.test_parallel import TOLERANCE, reference
 from tests.models.tiny import hf_model, load_hf, save_hf
 from tests.pool import Pool
-from usp.mesh import P, build_mesh, placements_of, shard_map
-from usp.models.hf import BridgedCausalLM
+from usp.mesh import TABLES, P, build_mesh, placements_of, shard_map
+from usp.models.hf import BridgedCausalLM, sequence_parallel
+from usp.models.options import Options
 
 MODELS = {"tied": "gqa 9/3 tied", "qwen3": "qwen3"}
 
@@ -69,7 +73,7 @@ RUNS = {
 @pytest.mark.parametrize("key", MODELS)
 @pytest.mark.parametrize("world", RUNS)
 def test_ranks(folder: Path, world: int, key: str, two: Pool, four: Pool) -> None:
-    # cases H2, H24, H28, H30
+    # cases H2, H16, H24, H28, H30
     for run in RUNS[world]:
         results = {2: two, 4: four}[world].run(on_rank, folder / key, *run)
         loss, grads, cut = results[0]
@@ -80,12 +84,19 @@ def test_ranks(folder: Path, world: int, key: str, two: Pool, four: Pool) -> Non
 
 @pytest.mark.parametrize("keep_whole", [True, False])
 def test_saves_what_transformers_loads(folder: Path, keep_whole: bool, two: Pool, tmp_path: Path) -> None:
+    # case H72: what is tied is one parameter here, and tied again where it is loaded
     two.run(save_on_rank, folder / "tied", tmp_path / "out", "ulysses", keep_whole)
     model, info = load_hf(tmp_path / "out")
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     for name, value in hf_model(MODELS["tied"]).named_parameters():
         assert torch.equal(model.get_parameter(name), 2 * value), name
+
+
+def test_what_would_mix_or_halve_in_silence(folder: Path, two: Pool) -> None:  # cases H58, D1
+    for dealt, halved in two.run(refused_on_rank, folder / "tied"):
+        assert "same global batch, got 2 different" in dealt
+        assert "averaged=False must not go with DistributedDataParallel" in halved
 
 
 def test_refusals(folder: Path) -> None:
@@ -101,8 +112,50 @@ def test_refusals(folder: Path) -> None:
         )
     with pytest.raises(ValueError, match="of the whole batch"):
         model(**{**inputs, "cu_seqlens": torch.tensor([0, 23])})
+    with pytest.raises(ValueError, match="gradient_checkpointing=True must be False"):
+        model.gradient_checkpointing_enable()
     with pytest.raises(ValueError, match="averaged=True"):
         BridgedCausalLM.from_pretrained(folder / "tied", averaged=True).reduce_grads()
+
+
+def test_extras_are_imported_by_name_alone() -> None:
+    """`import usp.models.hf` asks for Transformers, and for none of its trainers and engines."""
+    folder, seen, waiting = Path(usp.models.hf.__file__).parent, set(), ["__init__"]
+    while waiting:
+        name = waiting.pop()
+        seen.add(name)
+        for node in ast.parse((folder / f"{name}.py").read_text(encoding="utf-8")).body:
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for module in modules:
+                assert module.split(".")[0] not in ("accelerate", "deepspeed", "peft", "trl"), (name, module)
+                inner = module.removeprefix("usp.models.hf.").partition(".")[0]
+                if module.startswith("usp.models.hf.") and inner not in seen:
+                    waiting.append(inner)
+    assert {"bridge", "parallel"} <= seen
+    assert not {"trainer", "sft", "deepspeed", "resume"} & seen
+
+
+def test_automatic_casts(folder: Path) -> None:
+    """What trainers call bf16=True: parameters in float32, used in bfloat16, as with the option dtype."""
+    model = BridgedCausalLM.from_pretrained(folder / "qwen3")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss, grads = step(model, inputs_of("packed"))
+    model.options = Options(dtype=torch.bfloat16)
+    want, wanted = step(model, inputs_of("packed"))
+    assert torch.equal(loss, want)
+    assert all(torch.equal(grads[name], wanted[name]) for name in wanted)
+    model.options = Options()
+    assert not torch.equal(step(model, inputs_of("packed"))[0], want)
+    plain = causal_model("llama").float()
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        sequence_parallel(plain, mesh=ONE, table=TABLES["usp"]) as sp,
+    ):
+        value = sp.loss(sp.shard(two_rows("packed")))
+    value.backward()
+    exact = unsharded(causal_model("llama"), two_rows("packed"))[0]
+    assert 0 < abs(float(value.detach()) - exact) < 2e-2 * exact  # three digits of bfloat16
 
 
 def test_positions_start_anywhere(folder: Path) -> None:

@@ -29,13 +29,6 @@ from usp.models.lora import LoraConfig, add_lora, init_lora, load_lora
 TOLERANCE, AFTER_STEPS = 1e-11, 1e-8
 
 
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("start")
-    causal_model("llama").save_pretrained(folder / "start")
-    return folder
-
-
 def one_process() -> list[tuple[float, float]]:
     """A plain torch loop with Transformers' own model."""
     model = causal_model("llama")
@@ -52,7 +45,7 @@ def one_process() -> list[tuple[float, float]]:
     return seen
 
 
-RUNS = [(2, 1, 2, "usp", True), (1, 2, 2, "usp", True), (2, 2, 1, "usp", False)]
+RUNS = [(2, 1, 2, "usp", True), (1, 2, 2, "usp", True), (1, 1, 4, "ulysses", False)]
 
 
 def test_accelerate(start: Path, four: Pool, tmp_path: Path) -> None:
@@ -61,7 +54,7 @@ def test_accelerate(start: Path, four: Pool, tmp_path: Path) -> None:
     for index, run in enumerate(RUNS):
         out = tmp_path / str(index)
         out.mkdir()
-        (out / "start").symlink_to(start / "start")
+        (out / "start").symlink_to(start)
         for seen in four.run(accelerate_on_rank, out, *run):
             for got, wanted in zip(seen, want, strict=True):
                 for a, b in zip(got, wanted, strict=True):
@@ -83,7 +76,7 @@ def adapted() -> tuple[Any, torch.Tensor, dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("kind", ["whole", "hf"])
 def test_peft(start: Path, kind: str, four: Pool, tmp_path: Path) -> None:
     # cases H69, D41
-    (tmp_path / "start").symlink_to(start / "start")
+    (tmp_path / "start").symlink_to(start)
     model, value, want = adapted()
     loss, grads, frozen = four.run(peft_on_rank, tmp_path, 1, 2, 2, "usp", kind)[0]
     assert abs(loss - value) <= TOLERANCE * value
@@ -101,9 +94,10 @@ def test_peft(start: Path, kind: str, four: Pool, tmp_path: Path) -> None:
             assert (merged.get_parameter(name) - p).abs().max() <= 1e-14, name
 
 
-def test_peft_on_shards_is_refused(start: Path, four: Pool) -> None:
+def test_peft_on_shards_is_refused(start: Path, four: Pool, tmp_path: Path) -> None:
     """PEFT would give each rank an adapter of its shard's size."""
-    for message in four.run(peft_on_rank, start, 1, 2, 2, "usp", "cut"):
+    (tmp_path / "start").symlink_to(start)
+    for message in four.run(peft_on_rank, tmp_path, 1, 2, 2, "usp", "cut"):
         assert "Build the model with whole=True" in message
 
 
@@ -115,7 +109,7 @@ def test_functional_adapters(
 ) -> None:
     from peft import PeftModel
 
-    (tmp_path / "start").symlink_to(start / "start")
+    (tmp_path / "start").symlink_to(start)
     model, value, want = adapted()
     model.save_pretrained(tmp_path / "adapters")
     results = four.run(lora_on_rank, tmp_path, tmp_path / "adapters", *sizes, table)
@@ -147,7 +141,7 @@ def test_refusals(start: Path, tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match="rank=0"):
         LoraConfig(rank=0)
-    cfg, params = from_hf(start / "start")
+    cfg, params = from_hf(start)
     assert isinstance(cfg, LlamaConfig)
     other = init_lora(cfg, LoraConfig(rank=2, targets=LORA.targets), seed=0)
     with pytest.raises(ValueError, match="another set or shape"):
@@ -157,7 +151,7 @@ def test_refusals(start: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="rank=4"):
         load_lora(cfg, LoraConfig(rank=4, targets=LORA.targets), tmp_path)
     for more, match in (({"use_dora": True}, "DoRA"), ({"lora_dropout": 0.1}, "lora_dropout")):
-        bridge: Any = BridgedCausalLM.from_pretrained(start / "start")
+        bridge: Any = BridgedCausalLM.from_pretrained(start)
         wrapped = peft.get_peft_model(bridge, Peft(r=2, target_modules=["q_proj"], **more))
         with pytest.raises(ValueError, match=match):
             wrapped(input_ids=two_rows("packed").tokens)

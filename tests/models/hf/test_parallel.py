@@ -8,7 +8,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.models.batches import ONE, two_rows
 from tests.models.hf.causal import FAMILIES, causal_model, unsharded
-from tests.models.hf.run_parallel import on_rank, two_models_on_rank
+from tests.models.hf.run_parallel import fsdp_on_rank, on_rank, rows_of, two_models_on_rank
 from tests.pool import Pool
 from usp.mesh import TABLES
 from usp.models.hf import sequence_parallel
@@ -47,6 +47,7 @@ RUNS = {
         ("gemma3_text", 1, 2, 2, "usp", "packed", False),
         ("gpt_oss", 1, 2, 2, "usp", "packed", True),
         ("gpt_oss", 2, 2, 1, "ring", "whole rows", False),
+        ("qwen3", 1, 2, 2, "usp", "short", False),
         ("llama", 1, 2, 2, "ulysses", "packed", False),  # ring only repeats: its copies must not count twice
     ],
 }
@@ -54,12 +55,21 @@ RUNS = {
 
 @pytest.mark.parametrize("world", RUNS)
 def test_equals_the_unsharded_model(world: int, two: Pool, four: Pool) -> None:
-    # cases H5, H29, H30, H33, H40, H41, H56, D29, P30, P33
+    # cases H5, H29, H30, H33, H40, H41, H46, H56, D28, D29, P30, P33
     for run in RUNS[world]:
         results = {2: two, 4: four}[world].run(on_rank, *run)
-        assert_same(results[0], unsharded(causal_model(run[0]), two_rows(run[5])), run)
+        assert_same(results[0], unsharded(causal_model(run[0]), rows_of(run[5])), run)
         assert all(torch.equal(other[0], results[0][0]) for other in results), run
         assert results[0][3] == (run[0] != "gemma2"), run  # its capped logits are no plain product
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])  # the second's head is its embedding
+def test_under_fsdp(family: str, four: Pool) -> None:
+    # cases D9, D44: no sum is taken twice, and the loss needs a weight that is there in the forward alone
+    run = (family, 2, 1, 2, "ulysses", "packed")
+    result = four.run(fsdp_on_rank, *run)[0]
+    assert_same(result, unsharded(causal_model(family), two_rows("packed")), run)
+    assert result[3]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -85,6 +95,21 @@ def test_two_models_two_meshes(four: Pool) -> None:
         assert len(set(names)) == 2
         assert after == ("eager", "eager")
         assert not left
+
+
+def test_adapters_of_the_head() -> None:
+    """An adapter that adds nothing yet must not be taken for a plain matrix: it would never be trained."""
+    import peft
+
+    Peft: Any = peft.LoraConfig
+    model: Any = peft.get_peft_model(causal_model("llama"), Peft(r=2, target_modules=["lm_head"]))
+    with sequence_parallel(model, mesh=ONE, table=TABLES["usp"]) as sp:
+        sp.loss(sp.shard(two_rows("packed"))).backward()
+        assert not sp.fused
+    grads = [p.grad for name, p in model.named_parameters() if "lora_B" in name]
+    assert len(grads) == 1
+    assert grads[0] is not None
+    assert grads[0].any()
 
 
 def test_undone_when_the_body_raises() -> None:

@@ -70,6 +70,7 @@ def test_a_convolution_of_the_users_own() -> None:
         enter(model)
 
 
+# case H21 among them: the router's loss would see one shard
 @pytest.mark.parametrize(
     ("family", "changes", "match"),
     [
@@ -96,6 +97,13 @@ def test_windows_that_only_a_mask_would_know() -> None:
         enter(model)
 
 
+def test_parameters_without_values() -> None:
+    # case H72: nothing is tied or loaded later
+    model = causal_model("llama").to("meta")
+    with pytest.raises(ValueError, match="on the meta device"):
+        enter(model)
+
+
 def test_tables_that_move_weights() -> None:
     with pytest.raises(ValueError, match=r"odysseus.*Choose ulysses"):
         enter(causal_model("llama"), "odysseus")
@@ -112,3 +120,12 @@ def test_batches() -> None:
         shard = sp.shard({"input_ids": tokens, "labels": tokens})
         with pytest.raises(ValueError, match="attention_mask"):
             sp(shard, attention_mask=torch.ones(2, 1, 23, 23))
+
+
+def test_an_engine_around_another_model() -> None:
+    """Its head would give logits, which summed are no loss."""
+    model, other = causal_model("llama"), causal_model("llama")
+    with sequence_parallel(model, mesh=ONE, table=TABLES["usp"]) as sp:
+        shard = sp.shard({"input_ids": two_rows("packed").tokens, "labels": two_rows("packed").tokens})
+        with pytest.raises(ValueError, match="engine must hold the model that this context was bound to"):
+            sp.loss(shard, engine=other)

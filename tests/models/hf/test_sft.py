@@ -5,15 +5,28 @@ from typing import Any
 
 import pytest
 
-from tests.models.hf.run_sft import config, conversations, cut, on_rank, plain, tokenizer
-from tests.models.hf.test_trainer import TOLERANCE
+from tests.models.hf.causal import causal_model
+from tests.models.hf.run_sft import (
+    WEIGHTED,
+    config,
+    conversations,
+    cut,
+    on_rank,
+    plain,
+    plain_weighted,
+    tokenized,
+    tokenizer,
+)
+from tests.models.hf.test_trainer import TOLERANCE, beside
 from tests.pool import Pool
 from usp.models.hf.sft import SequenceParallelSFTTrainer
 from usp.models.hf.trainer import SequenceParallelConfig
 
 
-def assert_same(got: list[dict[str, float]], want: list[dict[str, float]], what: Any) -> None:
-    assert len(got) == len(want) == 6
+def assert_same(
+    got: list[dict[str, float]], want: list[dict[str, float]], what: Any, number: int = 6
+) -> None:
+    assert len(got) == len(want) == number
     for a, b in zip(got, want, strict=True):
         assert (a["learning_rate"], a["epoch"]) == (b["learning_rate"], b["epoch"]), what
         for key in ("loss", "grad_norm"):
@@ -22,23 +35,28 @@ def assert_same(got: list[dict[str, float]], want: list[dict[str, float]], what:
 
 RUNS = [
     (2, "ulysses", "plain", {"padding_free": True}),
-    (2, "usp", "bridge", {}),
+    (2, "usp", "cut", {}),
 ]
 
 
-def test_prompts_and_completions(two: Pool, tmp_path: Path) -> None:
+def test_prompts_and_completions(start: Path, two: Pool, tmp_path: Path) -> None:
     # cases H4, H5, H28, H70: TRL's documented configurations with a cut sequence
     want = plain(tmp_path / "plain")
     for index, run in enumerate(RUNS):
-        out = tmp_path / str(index)
-        out.mkdir()
-        (got, evaluated), (_, other) = two.run(on_rank, out, *run)
+        (got, evaluated), (_, other) = two.run(on_rank, beside(start, tmp_path, str(index)), *run)
         assert_same(got, want, run)
         assert evaluated == other
 
 
+def test_weights(two: Pool, tmp_path: Path) -> None:
+    want = plain_weighted(tmp_path / "plain")
+    more = {"padding_free": True, "max_steps": WEIGHTED}
+    for got, _ in two.run(on_rank, tmp_path / "two", 2, "ulysses", "plain", more, True):
+        assert_same(got, want, "weights", WEIGHTED)
+
+
 def test_packing(two: Pool, tmp_path: Path) -> None:
-    """Packed rows: two ranks as one, whose padded curve the test above compares with TRL's own."""
+    """Case D13: packed rows, two ranks as one, whose padded curve the test above compares with TRL's own."""
     packed = {"packing": True, "max_length": 40, "per_device_train_batch_size": 1}
     want, evaluated = cut(tmp_path / "one", 1, "usp", "plain", packed)
     (tmp_path / "two").mkdir()
@@ -48,13 +66,16 @@ def test_packing(two: Pool, tmp_path: Path) -> None:
 
 
 def test_refusal(tmp_path: Path) -> None:
-    from tests.models.hf.causal import causal_model
-
-    with pytest.raises(ValueError, match="loss_type='dft'"):
+    def make(args: Any, data: Any) -> None:
         SequenceParallelSFTTrainer(
             causal_model("llama"),
-            config(tmp_path, loss_type="dft"),
-            train_dataset=conversations(4),
+            args,
+            train_dataset=data,
             processing_class=tokenizer(),
             sequence_parallel=SequenceParallelConfig(),
         )
+
+    with pytest.raises(ValueError, match="loss_type='dft'"):
+        make(config(tmp_path, loss_type="dft"), conversations(4))
+    with pytest.raises(ValueError, match="loss_weights must not be packed"):  # TRL would drop the column
+        make(config(tmp_path, packing=True, max_length=40), tokenized(4))
