@@ -93,9 +93,13 @@ def hidden(
     return _normed(x_BSD, norm_D, shard, cfg, table, mesh, options.get("compile", False))
 
 
-def _hidden_and_head(
+def hidden_and_head(
     params: Params, shard: Shard, cfg: LlamaConfig, table: Table, mesh: Mesh, options: Options
 ) -> tuple[Tensor, Tensor]:
+    """[B, S, D] placed as table.tokens after the final norm, and the head [V, D] in use: for other losses.
+
+    Communicates as `loss`. Raises ValueError for options that do not fit.
+    """
     check_options(params, shard, cfg, table=table, mesh=mesh, options=options)
     dtype = options.get("dtype")
     (embed_VD,) = in_use(params, ("embed",), cfg, table, mesh, dtype)  # also when it is the head too
@@ -110,7 +114,7 @@ def logits(
     params: Params, shard: Shard, cfg: LlamaConfig, *, table: Table, mesh: Mesh, **options: Unpack[Options]
 ) -> Tensor:
     """[B, S, V] placed as table.tokens: whole logits of this rank's tokens. For short inputs."""
-    x_BSD, head_VD = _hidden_and_head(params, shard, cfg, table, mesh, options)
+    x_BSD, head_VD = hidden_and_head(params, shard, cfg, table, mesh, options)
     return F.linear(x_BSD, head_VD)
 
 
@@ -122,7 +126,7 @@ def loss(
     Scalar, float32 (float64 for float64 parameters). A rank without a valid label adds exactly zero and stays
     connected. Options and communication as for `hidden`, and nothing for the loss itself.
     """
-    x_BSD, head_VD = _hidden_and_head(params, shard, cfg, table, mesh, options)
+    x_BSD, head_VD = hidden_and_head(params, shard, cfg, table, mesh, options)
     compiled = options.get("compile", False)
     total = linear_cross_entropy(x_BSD, head_VD, shard.labels, compiled=compiled)
     return total / (shard.num_valid.clamp(min=1) * _num_replicas(table, mesh)).to(total.dtype)

@@ -216,7 +216,7 @@ class BridgedCausalLM(PreTrainedModel):  # type: ignore[no-untyped-call]
         if weights is None:
             part = llama.loss(params, shard, self.cfg, **placed, **options)
         else:
-            x, head = llama._hidden_and_head(params, shard, self.cfg, self.table, self.mesh, options)
+            x, head = llama.hidden_and_head(params, shard, self.cfg, self.table, self.mesh, options)
             total = weighted_cross_entropy(x, head, shard.labels, weights)
             part = mean_of(total, shard, weights, self.table, self.mesh)
         return CausalLMOutputWithPast(loss=reported(part, self.mesh, averaged=self.averaged))

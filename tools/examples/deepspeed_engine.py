@@ -9,6 +9,7 @@ and parameters (3) over all ranks, those of one sequence too.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ def main(
     out: Path = Path("runs/deepspeed"),
     steps: int = 10,
     ring: int = 1,
-    stage: int = 2,
+    stage: Literal[1, 2, 3] = 2,
     lr: float = 1e-4,
 ) -> list[float]:
     """Train on questions and answers; returns the loss of each step."""
