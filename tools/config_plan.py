@@ -24,7 +24,7 @@ class Plan:
     dp: int = 1
     """Ranks, or groups of ranks, that work on different rows."""
     table: str = "usp"
-    """Placement table by name."""
+    """Placement table by name: usp, ulysses, ring, odysseus, replicated."""
     batch_size: int | None = None
     """Rows worked on at once over all ranks, a multiple of dp. Default: dp."""
     accumulate: int = 1
@@ -35,7 +35,8 @@ class Plan:
     compile: bool = True
     """Whether the parts of a layer are compiled."""
     remat: Literal["auto", "none", "full", "attention"] = "auto"
-    """auto: the cheapest settings that fit; the next four options are then chosen too."""
+    """auto: the cheapest settings that fit, group, offload, mlp_tile and head_chunks among them: to set one
+    of these, name another. none: nothing is computed again. full: each layer. attention: all but that."""
     group: int = 1
     """Keep only the input of every group-th layer."""
     offload: Literal["none", "host"] = "none"

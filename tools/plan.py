@@ -94,10 +94,12 @@ def how_long(
 
 
 def check(cfg: Plan) -> None:
-    if (cfg.seq_len is None) != cfg.longest:
+    if cfg.longest and cfg.seq_len is not None:
         raise ValueError(
-            f"seq_len={cfg.seq_len} must be given unless --longest, got longest={cfg.longest}. Give one."
+            f"seq_len={cfg.seq_len} must be left out with --longest, which finds it. Give one of them."
         )
+    if not cfg.longest and cfg.seq_len is None:
+        raise ValueError("seq_len=None must be a number of tokens. Give --seq-len, or --longest to find it.")
     for name in ("dp", "ring", "ulysses", "accumulate"):
         if getattr(cfg, name) < 1:
             flag = name.replace("_", "-")

@@ -188,14 +188,20 @@ def heads_to_seq(o: Tensor, *, num_heads: int, mesh: MeshLike, table: Table, seq
     """Move attention's output o [B, S, N, H] from `table.q` back to where `seq_to_heads` found q.
 
     `num_heads` is the N that `seq_to_heads` was given, `seq_len` the global S. 1 all-to-all each way, or
-    nothing.
+    nothing. Raises ValueError for another number of heads or tokens than this rank has.
     """
     axis = trading_axis(table, mesh)
     if axis is None:
         return o
     deals = deal_heads(num_heads, num_heads, axis_sizes(mesh)[axis])
     counts = tuple(d.q_stop - d.q_start for d in deals)
-    return trade_back(o, mesh, axis, counts, seq_lengths(table, mesh, axis, seq_len))
+    lengths, own = seq_lengths(table, mesh, axis, seq_len), counts[coordinates(mesh)[axis]]
+    if tuple(o.shape[1:3]) != (sum(lengths), own):
+        raise ValueError(
+            f"o={tuple(o.shape)} must hold {sum(lengths)} tokens and {own} heads on this rank, got "
+            f"seq_len={seq_len}, num_heads={num_heads}. Pass what attention made of seq_to_heads' q."
+        )
+    return trade_back(o, mesh, axis, counts, lengths)
 
 
 def trade_back(

@@ -177,7 +177,10 @@ def longest(
         except ValueError:
             return None
 
-    choose_settings(cfg, table, sizes, step, gpu_bytes, host_bytes, **given)
+    try:
+        choose_settings(cfg, table, sizes, step, gpu_bytes, host_bytes, **given)
+    except ValueError as error:
+        raise ValueError(f"no length fits: {error}") from None
     low, high = 1, 2
     while found(high) is not None:
         low, high = high, 2 * high

@@ -64,8 +64,10 @@ def test_a_directory(model_dir: Path, capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize(
     ("words", "match"),
     [
-        (["llama-3-8b"], "seq_len=None must be given"),
+        (["llama-3-8b"], "seq_len=None must be a number of tokens"),
         (["nothing", "--seq-len", "8"], "must be a Hugging Face model directory or one of"),
+        (["llama-3-8b", "--seq-len", "8", "--longest"], "seq_len=8 must be left out with --longest"),
+        (["llama-3-70b", "--longest"], "no length fits: seq_len=2 must fit gpu_memory="),
         (["llama-3-8b", "--seq-len", "8", "--table", "none"], "table=none must be one of"),
         (["llama-3-8b", "--seq-len", "8", "--gpu-memory", "much"], "gpu-memory=much must be a size"),
         (["llama-3-8b", "--seq-len", "8", "--group", "2"], "remat=auto must come without group"),

@@ -70,8 +70,9 @@ def refusals() -> None:
         for message, (qx, kx, vx), table, seq_len in cases:
             with pytest.raises(ValueError, match=message):
                 seq_to_heads(qx, kx, vx, mesh=mesh, table=table, seq_len=seq_len)
-        with pytest.raises(ValueError, match="sizes that add up"):
-            heads_to_seq(q[:, :, :1], num_heads=9, mesh=mesh, table=TABLE, seq_len=2)
+        for o, seq_len in ((q[:, :, :1], 2), (q[:, :, :2], 3), (q[:, :, :4], 2)):
+            with pytest.raises(ValueError, match="heads on this rank"):
+                heads_to_seq(o, num_heads=9, mesh=mesh, table=TABLE, seq_len=seq_len)
     assert comm.get_total_counts() == 0
     square = mesh_of((1, 2, 2))
     for table in (both_sharded, two_axes):
