@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from usp.batch import fill_rows
 from usp.data import Batch, shard_batch
-from usp.loss import IGNORE
 from usp.mesh import Table, axis_sizes
 from usp.mesh.devices import mesh_device
 from usp.models.config import LlamaConfig
@@ -75,21 +75,3 @@ def evaluate(
         dist.all_reduce(totals[:1])
     loss_sum, num_tokens = totals.tolist()
     return Evaluation(loss_sum, int(num_tokens))
-
-
-def fill_rows(batch: Batch, multiple: int) -> Batch:
-    """`batch` with rows that have no label, up to a multiple of `multiple` rows."""
-    num_rows, seq_len = batch.tokens.shape
-    extra = -num_rows % multiple
-    if not extra:
-        return batch
-    tokens = torch.cat([batch.tokens, batch.tokens.new_zeros(extra, seq_len)])
-    labels = batch.tokens if batch.labels is None else batch.labels
-    bounds = batch.cu_seqlens
-    valid = torch.ones(num_rows, seq_len, dtype=torch.bool) if batch.valid is None else batch.valid
-    return Batch(
-        tokens=tokens,
-        labels=torch.cat([labels, labels.new_full((extra, seq_len), IGNORE)]),
-        cu_seqlens=None if bounds is None else [*bounds, *([0, seq_len] for _ in range(extra))],
-        valid=torch.cat([valid, valid.new_zeros(extra, seq_len)]),
-    )

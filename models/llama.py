@@ -129,9 +129,13 @@ def loss(
     x_BSD, head_VD = hidden_and_head(params, shard, cfg, table, mesh, options)
     compiled = options.get("compile", False)
     total = linear_cross_entropy(x_BSD, head_VD, shard.labels, compiled=compiled)
-    return total / (shard.num_valid.clamp(min=1) * _num_replicas(table, mesh)).to(total.dtype)
+    return mean_of(total, shard.num_valid, table, mesh)
 
 
-def _num_replicas(table: Table, mesh: Mesh) -> int:
-    """How many ranks hold the same tokens, and so compute the same losses."""
-    return prod(size for axis, size in axis_sizes(mesh).items() if axis not in table.tokens.axes)
+def mean_of(total: Tensor, count: Tensor, table: Table, mesh: Mesh) -> Tensor:
+    """This rank's part of the mean: the sum of its losses over all ranks' targets, or over all their weights.
+
+    A count of 0 leaves the sum, which is then exactly zero. Ranks that hold the same tokens share theirs.
+    """
+    replicas = prod(size for axis, size in axis_sizes(mesh).items() if axis not in table.tokens.axes)
+    return total / (count.where(count > 0, 1.0) * replicas).to(total.dtype)

@@ -14,6 +14,7 @@ PRELOADED = [
     "usp.tools.train",
     "tests.models.hf.run_bridge",
     "tests.models.hf.run_sft",
+    "tests.tools.run_examples",
 ]
 
 

@@ -81,7 +81,7 @@ USED: Mapping[str, frozenset[str]] = MappingProxyType(
         "step": _STEPS | {"peers", "variants", "setting", "trace", "host_memory"},
         "kernel": _SHARED | {"seq_len"},
         "exchange": _SHARED | {"seq_len", "batch_size", "peers"},
-        "scan": _SHARED | {"layers", "seq_len", "kernel"},
+        "scan": _STEPS,
         "loss": _SHARED | {"seq_len"},
         "memory": _STEPS | {"setting"},
         "scaling": _STEPS | {"part", "dry_run", "host_memory"},

@@ -65,11 +65,12 @@ def step_options(cfg: Train, setup: Setup, mesh: Mesh, ranks: Ranks) -> dict[str
     ranks.checked(partial(check_how, setup.model, table=setup.table, mesh=mesh, options=of_loss))
     if "host" in (options["offload"], options["moments"]):
         need = ranks.exchange(ranks.checked(partial(_host_bytes, cfg, setup, mesh, options)))
-        ranks.checked(partial(check_host, shared, need))
+        what = "offload" if options["offload"] == "host" else "moments"
+        ranks.checked(partial(check_host, shared, need, what))
     return options
 
 
-def check_host(shared: list[list[Room]], need: list[int]) -> None:
+def check_host(shared: list[list[Room]], need: list[int], what: str = "offload") -> None:
     """ValueError when the ranks that share some memory will together need more of it than there is."""
     for name in dict.fromkeys(room.name for mine in shared for room in mine):
         free = min(room.free for mine in shared for room in mine if room.name == name)
@@ -77,7 +78,7 @@ def check_host(shared: list[list[Room]], need: list[int]) -> None:
         total = sum(need[rank] for rank in there)
         if total > free * (1 - SPARE):
             raise ValueError(
-                f"offload=host must fit nine tenths of the host memory that is left, got {gib(total)} to "
+                f"{what}=host must fit nine tenths of the host memory that is left, got {gib(total)} to "
                 f"keep of {gib(free)} for ranks {there[0]} to {there[-1]}, which share it. Use more "
                 f"machines, a shorter --seq-len, a larger --group, --remat full, --moments device, or no "
                 f"--offload."

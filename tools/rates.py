@@ -107,7 +107,9 @@ def step_time(
     sent, copies = (*traffic.forward, *traffic.backward), 1 / rates.to_host + 1 / rates.from_host
     exposed = [t for t in sent if not _travels_behind(t)]
     behind = [t for t in sent if _travels_behind(t)]
-    update = memory.peak.parts["parameters"] / 4 * UPDATE_BYTES
+    parameters = memory.peak.parts["parameters"]
+    update = parameters / 4 * UPDATE_BYTES
+    moments = 0 if "moments" in memory.peak.parts else 2 * parameters  # that live on the host
     found = [
         Piece("matrix products", accumulate * products / rates.matmul),
         Piece("attention, forward", accumulate * (layers + attended) * attend / rates.attention_forward),
@@ -116,7 +118,8 @@ def step_time(
         Piece("exchanges", accumulate * _sent(exposed, rates) + _sent(traffic.update, rates)),
         Piece("update", update / rates.memory),
         Piece("weights, gradients and keys sent", accumulate * _sent(behind, rates), hidden=True),
-        Piece("copies to the host and back", accumulate * memory.host * copies, hidden=True),
+        Piece("copies to the host and back", accumulate * (memory.host - moments) * copies, hidden=True),
+        Piece("moments to the GPU and back", moments * copies),
     ]
     return tuple(piece for piece in found if piece.seconds > 0)
 

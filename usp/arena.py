@@ -9,8 +9,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from usp.host import available_bytes as available_bytes
-
 
 class Arena:
     """Host memory for what a scan offloads: make one, pass it every step.

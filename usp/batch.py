@@ -47,6 +47,24 @@ def checked(batch: Batch) -> tuple[Tensor, Tensor, list[list[int]]]:
     return tokens, labels, bounds
 
 
+def fill_rows(batch: Batch, multiple: int) -> Batch:
+    """`batch` with rows that have no label, up to a multiple of `multiple` rows."""
+    num_rows, seq_len = batch.tokens.shape
+    extra = -num_rows % multiple
+    if not extra:
+        return batch
+    tokens = torch.cat([batch.tokens, batch.tokens.new_zeros(extra, seq_len)])
+    labels = batch.tokens if batch.labels is None else batch.labels
+    bounds = batch.cu_seqlens
+    valid = torch.ones(num_rows, seq_len, dtype=torch.bool) if batch.valid is None else batch.valid
+    return Batch(
+        tokens=tokens,
+        labels=torch.cat([labels, labels.new_full((extra, seq_len), IGNORE)]),
+        cu_seqlens=None if bounds is None else [*bounds, *([0, seq_len] for _ in range(extra))],
+        valid=torch.cat([valid, valid.new_zeros(extra, seq_len)]),
+    )
+
+
 def _kind(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{tuple(value.shape)} {value.dtype}"

@@ -17,6 +17,7 @@ from usp.loss import IGNORE
 from usp.mesh import MeshLike, P, Table, axis_sizes, local_slices, redistribute
 from usp.mesh.devices import mesh_device
 from usp.order import ring_degree, unit, unzigzag, zigzag
+from usp.setting import check_documents
 from usp.spans import Mask, features
 
 __all__ = ["Batch", "Shard", "shard_batch", "unshard_batch"]
@@ -75,34 +76,53 @@ def shard_batch(
             f"batch size={num_rows} must leave a rank at most {MOST_TOKENS} tokens of whole rows, got "
             f"S={padded} and {group} rows. Use fewer rows at a time."
         )
-    shifted, positions = torch.full_like(tokens, IGNORE), torch.empty_like(tokens)
+    targets, positions = shifted(labels, bounds), torch.empty_like(tokens)
     for row, edges in enumerate(bounds):
         for start, stop in pairwise(edges):
-            shifted[row, start : stop - 1] = labels[row, start + 1 : stop]
             positions[row, start:stop] = torch.arange(stop - start)
-    num_valid = (shifted != IGNORE).sum().double()
-    num_ids = 1 + max(int(tokens.max()), int(shifted.max()))
-    rows, cols = local_slices(table.tokens, (num_rows, padded), mesh)
-    extra = padded - seq_len
-    pad_positions = torch.arange(extra).expand(num_rows, -1)
-    tokens = torch.cat([tokens, tokens.new_zeros(num_rows, extra)], 1)
-    shifted = torch.cat([shifted, tokens.new_full((num_rows, extra), IGNORE)], 1)
-    positions = torch.cat([positions, pad_positions], 1)
-    tokens, shifted, positions = (zigzag(t, degree, dim=1) for t in (tokens, shifted, positions))
+    num_valid = (targets != IGNORE).sum().double()
+    num_ids = 1 + max(int(tokens.max()), int(targets.max()))
     groups = [_edges(bounds[i : i + group], padded) for i in range(0, num_rows, group)]
+    check_documents(max(len(edges) for edges in groups) - 1)  # of every rank, so that all refuse alike
+    first = local_slices(table.tokens, (num_rows, padded), mesh)[0].start // group
+    pad_positions = torch.arange(padded - seq_len).expand(num_rows, -1)
+    positions = torch.cat([positions, pad_positions], 1)
     masks = (Mask(edges, group, padded, True, None, 1.0, 0.0, degree) for edges in groups)
     target = mesh_device(mesh) if device is None else torch.device(device)
+
+    def own(x: Tensor, fill: int) -> Tensor:
+        return sent(place_tokens(x, fill, seq_len=padded, table=table, mesh=mesh), target)
+
     return Shard(
-        tokens=sent(tokens[rows, cols], target),
-        labels=sent(shifted[rows, cols], target),
-        positions=sent(positions[rows, cols], target),
-        cu_seqlens=torch.tensor(groups[rows.start // group], dtype=torch.int32),
+        tokens=own(tokens, 0),
+        labels=own(targets, IGNORE),
+        positions=own(positions, 0),
+        cu_seqlens=torch.tensor(groups[first], dtype=torch.int32),
         num_valid=sent(num_valid, target),
         seq_len=padded,
         orig=(num_rows, seq_len),
         num_ids=num_ids,
         packed=any(PACKED in features(mask) for mask in masks),
     )
+
+
+def shifted(labels: Tensor, bounds: Sequence[Sequence[int]]) -> Tensor:
+    """[B, S]: the target of the token at each place, the label of the next; -100 where its document ends."""
+    targets = torch.full_like(labels, IGNORE)
+    for row, edges in enumerate(bounds):
+        for start, stop in pairwise(edges):
+            targets[row, start : stop - 1] = labels[row, start + 1 : stop]
+    return targets
+
+
+def place_tokens(x: Tensor, fill: float, *, seq_len: int, table: Table, mesh: MeshLike) -> Tensor:
+    """[B, S] of a whole batch -> this rank's [b, s], as `shard_batch` cuts tokens; `seq_len`: padded S.
+
+    Padding is `fill`. Does not communicate.
+    """
+    x = torch.nn.functional.pad(x, (0, seq_len - x.shape[1]), value=fill)
+    x = zigzag(x, ring_degree(table, mesh), dim=1)
+    return x[local_slices(table.tokens, tuple(x.shape), mesh)]
 
 
 def _edges(bounds: Sequence[Sequence[int]], padded: int) -> tuple[int, ...]:

@@ -14,10 +14,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from usp.data import Batch, Shard
+from usp.data import Batch, Shard, place_tokens
+from usp.host import sent
 from usp.loss import IGNORE, MAX_TILE_ELEMENTS, gradients, tile_logits, tiles
-from usp.mesh import MeshLike, P, Table, axis_sizes, local_slices, redistribute
-from usp.order import ring_degree, zigzag
+from usp.mesh import MeshLike, P, Table, axis_sizes, redistribute
 
 
 def token_losses(x: Tensor, weight: Tensor, labels: Tensor, *, tile: int = 1024) -> Tensor:
@@ -69,8 +69,8 @@ def document_ids(batch: Batch, shard: Shard, *, table: Table, mesh: MeshLike) ->
             number += 1
     if batch.valid is not None:
         ids[:, :seq_len].masked_fill_(~batch.valid.cpu().bool(), -1)
-    ids = zigzag(ids, ring_degree(table, mesh), dim=1)
-    return ids[local_slices(table.tokens, tuple(ids.shape), mesh)].to(shard.tokens.device), number
+    own = place_tokens(ids, -1, seq_len=shard.seq_len, table=table, mesh=mesh)
+    return sent(own, shard.tokens.device), number
 
 
 def sum_by_document(values: Tensor, ids: Tensor, num: int, *, table: Table, mesh: MeshLike) -> Tensor:

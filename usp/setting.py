@@ -16,6 +16,7 @@ from usp.ring import Ring, gather_pays
 from usp.spans import Mask
 
 RINGS = ("auto", "p2p", "gather")
+MOST_DOCUMENTS = 65535  # a CUDA grid's limit in its second and third dimension
 _WHOLE = (torch.int32, torch.int64)
 
 
@@ -54,7 +55,13 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
         )
 
 
-MOST_DOCUMENTS = 65535  # a CUDA grid's limit in its second and third dimension
+def check_documents(number: int) -> None:
+    """ValueError for more documents in one rank's rows than a kernel takes at once."""
+    if number > MOST_DOCUMENTS:
+        raise ValueError(
+            f"cu_seqlens must hold at most {MOST_DOCUMENTS} documents for one rank, as many as one launch of "
+            f"a GPU kernel takes, got {number}. Spread them over more batches."
+        )
 
 
 def ring_of(
@@ -127,11 +134,7 @@ def _boundaries(cu_seqlens: Any, row_edges: tuple[int, ...]) -> tuple[int, ...]:
             f"cu_seqlens must be on the CPU, got {cu_seqlens.device}: reading it would wait for the device. "
             f"Keep it where shard_batch made it."
         )
-    if len(cu_seqlens) - 1 > MOST_DOCUMENTS:
-        raise ValueError(
-            f"cu_seqlens must hold at most {MOST_DOCUMENTS} documents, as many as one launch of a GPU kernel "
-            f"takes, got {len(cu_seqlens) - 1}. Spread them over more batches."
-        )
+    check_documents(len(cu_seqlens) - 1)
     edges = tuple(cu_seqlens.tolist())
     rising = all(a < b for a, b in pairwise(edges))
     if not rising or edges[:1] != (0,) or edges[-1] != row_edges[-1] or not set(row_edges) <= set(edges):

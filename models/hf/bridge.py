@@ -26,7 +26,7 @@ from usp.models.hf import skeleton
 from usp.models.hf.handed import Handed
 from usp.models.hf.inputs import weighted_inputs
 from usp.models.hf.loader import check_same
-from usp.models.hf.reduce import mean_of, reduce_module_grads, reported
+from usp.models.hf.reduce import reduce_module_grads, reported
 from usp.models.hf.saving import write_directory
 from usp.models.layout import check_layout
 from usp.models.options import Options
@@ -218,7 +218,7 @@ class BridgedCausalLM(PreTrainedModel):  # type: ignore[no-untyped-call]
         else:
             x, head = llama.hidden_and_head(params, shard, self.cfg, self.table, self.mesh, options)
             total = weighted_cross_entropy(x, head, shard.labels, weights)
-            part = mean_of(total, shard, weights, self.table, self.mesh)
+            part = llama.mean_of(total, shard.num_valid, self.table, self.mesh)
         return CausalLMOutputWithPast(loss=reported(part, self.mesh, averaged=self.averaged))
 
     def _precision(self) -> Options:

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from usp import Batch, Shard, shard_batch
+from usp.batch import checked, fill_rows
+from usp.data import place_tokens, shifted
 from usp.host import sent
 from usp.loss import IGNORE
-from usp.mesh import TABLES, MeshLike, Table, axis_sizes, local_slices
+from usp.mesh import MeshLike, Table, axis_sizes
 from usp.models.hf.weights import WEIGHTS, checked_weights, target_weights
-from usp.order import ring_degree, zigzag
 
 CU_SEQLENS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
 # What collators add beside boundaries for one kernel's sake: it says nothing that the boundaries do not.
@@ -97,7 +98,9 @@ def weighted_inputs(
     """
     batch = to_batch({**inputs, WEIGHTS: None})
     weights = checked_weights(inputs, tuple(batch.tokens.shape))
-    batch, added = _with_rows(batch, math.prod(axis_sizes(mesh)[a] for a in table.tokens[0]))
+    num_rows = len(batch.tokens)
+    batch = fill_rows(batch, math.prod(axis_sizes(mesh)[a] for a in table.tokens[0]))
+    added = len(batch.tokens) - num_rows
     shard = shard_batch(batch, table=table, mesh=mesh, device=device)
     targets, positions, count = inputs.get("shift_labels"), inputs.get("position_ids"), num_valid
     if targets is not None:
@@ -143,8 +146,8 @@ def _targets(inputs: Mapping[str, Any]) -> Tensor:
 
 
 def _shifted(batch: Batch) -> Tensor:
-    one = {"dp": 1, "ring": 1, "ulysses": 1}
-    return shard_batch(batch, table=TABLES["replicated"], mesh=one, device="cpu").labels
+    _, labels, bounds = checked(batch)
+    return shifted(labels, bounds)
 
 
 def _edges(given: Mapping[str, Any], shape: torch.Size) -> list[list[int]] | None:
@@ -191,24 +194,10 @@ def check_positions(positions: Tensor, batch: Batch, step: int | None = None) ->
                 )
 
 
-def _with_rows(batch: Batch, multiple: int) -> tuple[Batch, int]:
-    num_rows, seq_len = batch.tokens.shape
-    added = -num_rows % multiple
-    if not added:
-        return batch, 0
-    bounds = None if batch.cu_seqlens is None else [*batch.cu_seqlens, *([[0, seq_len]] * added)]
-    assert batch.labels is not None
-    valid = None if batch.valid is None else _add_rows(batch.valid, added, 0)
-    tokens, labels = _add_rows(batch.tokens, added, 0), _add_rows(batch.labels.cpu(), added, IGNORE)
-    return Batch(tokens, labels, bounds, valid), added
-
-
 def _add_rows(x: Tensor, count: int, value: int) -> Tensor:
     return torch.cat([x, x.new_full((count, *x.shape[1:]), value)]) if count else x
 
 
 def _place(x: Tensor, fill: int, shard: Shard, table: Table, mesh: MeshLike) -> Tensor:
     """[B, S] -> what `shard_batch` gives this rank of it."""
-    x = torch.nn.functional.pad(x, (0, shard.seq_len - x.shape[1]), value=fill)
-    x = zigzag(x, ring_degree(table, mesh), dim=1)
-    return sent(x[local_slices(table.tokens, tuple(x.shape), mesh)], shard.tokens.device)
+    return sent(place_tokens(x, fill, seq_len=shard.seq_len, table=table, mesh=mesh), shard.tokens.device)

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from usp.loss import IGNORE
 from usp.mesh import MeshLike
 from usp.mesh.agree import gather_objects
+from usp.models.files.safefile import bytes_of
 from usp.models.hf.inputs import check_positions, to_batch
 from usp.models.hf.weights import WEIGHTS, WeightedCollator, checked_weights
 
@@ -115,7 +116,7 @@ def check_same(inputs: Mapping[str, Any], mesh: MeshLike) -> None:
         value = inputs[key]
         if isinstance(value, Tensor):
             digest.update(f"{key} {tuple(value.shape)}".encode())
-            digest.update(value.cpu().numpy().tobytes())
+            digest.update(bytes_of(value.cpu().contiguous()))
     seen = gather_objects(digest.hexdigest(), mesh)
     if len(set(seen)) > 1:
         raise ValueError(

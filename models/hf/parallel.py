@@ -19,7 +19,8 @@ from usp.models.hf.attention import KEY, attend, wanted
 from usp.models.hf.handed import Handed
 from usp.models.hf.inputs import shard_inputs
 from usp.models.hf.probe import refuse_by_config, refuse_by_running
-from usp.models.hf.reduce import mean_of, reduce_module_grads, reported
+from usp.models.hf.reduce import reduce_module_grads, reported
+from usp.models.llama import mean_of
 from usp.order import ring_axes
 from usp.sequence_loss import weighted_cross_entropy
 
@@ -95,7 +96,7 @@ class SequenceParallel:
             labels = shard.labels if weights is None else shard.labels.where(weights != 0, IGNORE)
             losses = F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORE, reduction="none")
             total = losses.sum() if weights is None else (losses * weights.flatten().to(losses.dtype)).sum()
-        part = mean_of(total, shard, weights, self.table, self.mesh)
+        part = mean_of(total, shard.num_valid, self.table, self.mesh)
         return reported(part, self.mesh, averaged=self.averaged)
 
     def reduce_grads(self) -> None:

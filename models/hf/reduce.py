@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from usp import Shard
-from usp.mesh import MeshLike, P, Table, axis_sizes, redistribute
+from usp.mesh import MeshLike, P, axis_sizes, redistribute
 
 
 def reported(part: Tensor, mesh: MeshLike, *, averaged: bool = False) -> Tensor:
@@ -23,21 +22,6 @@ def reported(part: Tensor, mesh: MeshLike, *, averaged: bool = False) -> Tensor:
     """
     factor = prod(axis_sizes(mesh).values()) if averaged else 1
     return cast(Tensor, _Reported.apply(part, mesh, factor))  # type: ignore[no-untyped-call]
-
-
-def mean_of(total: Tensor, shard: Shard, weights: Tensor | None, table: Table, mesh: MeshLike) -> Tensor:
-    """This rank's part of the mean: the sum of its losses over all ranks' targets, or over all their weights.
-
-    Without a target, or with weights of 0 alone, it is exactly zero.
-    """
-    count = shard.num_valid
-    count = count.clamp(min=1) if weights is None else count.where(count > 0, 1.0)
-    return total / (count * num_replicas(table, mesh)).to(total.dtype)
-
-
-def num_replicas(table: Table, mesh: MeshLike) -> int:
-    """How many ranks hold the same tokens."""
-    return prod(size for axis, size in axis_sizes(mesh).items() if axis not in table.tokens.axes)
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """Saving and resuming in a Trainer whose model's parameters are cut by placement, each rank its own shards.
 
 Weights are a directory that Transformers loads; the optimizer's state is a checkpoint of `usp.state`, which
-any mesh reads. No pickle holds a tensor.
+any mesh reads. No weight and no moment is in a pickle.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
-from usp.mesh import MeshLike, P, axis_sizes
+from usp.mesh import MeshLike, P
 from usp.mesh.agree import agree
 from usp.models.hf.bridge import BridgedCausalLM
 from usp.models.hf.shards import OnShards, clip_grad_norm, placed
@@ -140,14 +139,12 @@ def save_optimizer(
     wrong = sorted({key for group in groups for key, value in group.items() if not isinstance(value, _PLAIN)})
     if wrong:
         raise ValueError(f"optimizer={wrong} must be plain numbers or words to be saved. Use another one.")
-    saver = Saver(root, mesh=mesh, keep=1, over=_everyone(mesh))
-    saver.start(step, tensors, meta={"groups": groups})
-    saver.wait()
+    Saver(root, mesh=mesh, keep=1, over=mesh).save(step, tensors, meta={"groups": groups})
 
 
 def load_optimizer(root: Path, model: nn.Module, optimizer: Any, shards: OnShards, mesh: MeshLike) -> None:
     """Take what `save_optimizer` wrote, on any mesh. ValueError, on every rank, for what does not fit."""
-    last = open_last(root, _everyone(mesh))
+    last = open_last(root, mesh)
     if last is None:
         raise ValueError(f"resume_from_checkpoint={root.parent} must hold {root.name}, got none. Train anew.")
     keys: dict[str, list[str]] = {}
@@ -195,7 +192,3 @@ def _read(reader: Reader, name: str, p: Tensor, shard: Tensor) -> Tensor:
         return whole
     assert isinstance(p, DTensor)
     return reader.shard(name, placed(p), tuple(p.shape), p.device_mesh).to(shard.device)
-
-
-def _everyone(mesh: MeshLike) -> dist.ProcessGroup | None:
-    return dist.group.WORLD if any(size > 1 for size in axis_sizes(mesh).values()) else None

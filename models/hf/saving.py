@@ -18,6 +18,7 @@ from usp.models.files import convert
 from usp.models.files.hf_names import hf_name
 from usp.models.hf import skeleton
 from usp.models.params import Leaf, Mesh, Params, abstract, map_params
+from usp.state.files import sync
 
 
 def write_directory(
@@ -40,10 +41,12 @@ def write_directory(
     over = mesh if cut else None
     with torch.no_grad():
         params = skeleton.read(root, cfg, table, mesh) if state is None else _from_state(cfg, state)
-    agree(lambda: None if cut else _check_whole(params, cfg), over)
+    if not cut:
+        _check_whole(params, cfg)
     folder, first = Path(target).absolute(), place(over)[0] == 0
     room = folder.parent / f".{folder.name}.tmp"  # the same on every rank
-    agree(lambda: shutil.rmtree(room, ignore_errors=True) if first else None, over)
+    if first:  # the only rank that looks at it
+        shutil.rmtree(room, ignore_errors=True)
     placed: dict[str, Any] = {"table": table, "mesh": mesh} if cut else {}
     convert.to_hf(params, cfg, room, source=source, max_shard_size=max_shard_size, **placed)
     agree(lambda: _move(room, folder) if first else None, over)
@@ -74,9 +77,13 @@ def _check_whole(params: Params, cfg: LlamaConfig) -> None:
 
 
 def _move(room: Path, folder: Path) -> None:
+    """What was there is let go last: at every moment each name that is there is a whole file."""
     folder.mkdir(parents=True, exist_ok=True)
+    names = {file.name for file in room.iterdir()}
+    for name in names:
+        os.replace(room / name, folder / name)
     for old in folder.glob("model*.safetensors*"):  # of an earlier save, which may have had more files
-        old.unlink()
-    for file in room.iterdir():
-        os.replace(file, folder / file.name)
+        if old.name not in names:
+            old.unlink()
+    sync(folder)
     room.rmdir()

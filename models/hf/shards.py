@@ -44,8 +44,8 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float | None) -
     norm = global_norm(grads, specs, meshes[0])
     if max_norm is not None:
         scale = clip_scale(norm, max_norm)
-        for grad in grads:
-            grad.mul_(scale.to(grad.dtype))
+        for grad in grads:  # in the wider type, as `usp.clip_by_global_norm`
+            grad.copy_(grad.to(torch.promote_types(grad.dtype, scale.dtype)) * scale)
     return norm
 
 

@@ -138,9 +138,8 @@ class SequenceParallelMixin(CutParameters):
     def _track_num_input_tokens(self, inputs: Any) -> None:
         kind = self.args.include_num_input_tokens_seen
         if kind != "no":
-            counted = inputs["attention_mask"] if kind == "non_padding" else inputs["input_ids"].new_ones(1)
-            number = int(counted.sum()) if kind == "non_padding" else inputs["input_ids"].numel()
-            self.state.num_input_tokens_seen += number
+            tokens = inputs["attention_mask"].sum() if kind == "non_padding" else inputs["input_ids"].numel()
+            self.state.num_input_tokens_seen += int(tokens)
 
     # ---- loss, train and evaluation ----
 
@@ -174,12 +173,12 @@ class SequenceParallelMixin(CutParameters):
         model: Any = self.accelerator.unwrap_model(self.model)
         training = model.training
         model.eval()
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64, device=self.args.device)
         count, num_samples = 0.0, 0
         with self._cut(), torch.no_grad():
             for inputs in dataloader:
                 part = self.compute_loss(model, inputs, num_items_in_batch=1)
-                total += part.double().cpu()
+                total += part.double()
                 count += total_weight(inputs)
                 num_samples += inputs["input_ids"].shape[0]
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)

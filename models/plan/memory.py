@@ -88,9 +88,10 @@ def training_memory(
     )
     rooms = _rooms(where)
     base = {"parameters": rooms.all * rest.itemsize}
-    of_moments = 2 * rooms.all * rest.itemsize
-    away = moments == "host"
-    if not away:
+    of_moments, away, visiting = 2 * rooms.all * rest.itemsize, moments == "host", {}
+    if away:
+        visiting["moments visiting"] = _visiting(where) * rest.itemsize
+    else:
         base["moments"] = of_moments
     if accumulate > 1:
         base["summed gradients"] = rooms.all * rest.itemsize
@@ -107,14 +108,7 @@ def training_memory(
         *_loss(base, layer, kept, rooms, tokens),
         *(_layer(base, layer, kept, rooms, rest, i) for i in kept.heaviest()),
         _embedding(base, layer, rooms, rest, tied=cfg.tie_embeddings),
-        Phase(
-            "update",
-            {
-                **base,
-                "gradients": (1 + clip_copies) * rooms.all * rest.itemsize,
-                "moments visiting": away * _visiting(where) * rest.itemsize,
-            },
-        ),
+        Phase("update", {**base, **visiting, "gradients": (1 + clip_copies) * rooms.all * rest.itemsize}),
     ]
     return Memory(tuple(phases), kept.host() + away * of_moments)
 

@@ -14,9 +14,9 @@ from tests.models.run_evaluate import VOCAB, batches, on_rank
 from tests.models.tiny import hf_model, save_hf
 from tests.pool import Pool
 from usp import Batch
+from usp.batch import fill_rows
 from usp.mesh import TABLES
 from usp.models import Evaluation, evaluate, from_hf
-from usp.models.evaluate import fill_rows
 
 NAME = "gqa 9/3 tied"
 

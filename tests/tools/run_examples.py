@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
+
+from tests.forked import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "tools" / "examples"
@@ -24,7 +25,6 @@ COMMAND = re.compile(
     r"^    torchrun --nproc-per-node (\d+) -m usp\.tools\.examples\.(\w+)(.*)$", re.MULTILINE
 )
 ONCE = {"deepspeed_engine"}  # DeepSpeed keeps its groups for as long as a process lives
-PRELOADED = ["usp.models.hf.sft", "peft", "tyro", "tests.tools.run_examples"]
 
 
 def command_of(name: str) -> list[str]:
@@ -83,8 +83,7 @@ def _launched(rank: int, world: int, port: int) -> None:
 
 def launch(folder: Path, chosen: dict[str, list[str]], timeout: float = 400.0) -> list[dict[str, Any]]:
     """Results of each rank, and what it printed. AssertionError with the logs when one fails."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = forked()
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(2 + len(chosen))]
     ports = [found.getsockname()[1] for found in sockets]
     for found in sockets:

@@ -138,7 +138,7 @@ def test_slope_and_longest_row() -> None:
         (setting,) = (s for s in memory.ladder(cfg, seq_len, 2) if s.label == "+ offload")
         row: dict[str, Any] = {**setting.__dict__, "compile": True, "dtype": "bfloat16", "world": 2}
         row |= {"model": "llama-3-8b", "layers": 8, "seq_len": seq_len}
-        peak = memory.foretold(cfg, 2, seq_len // 2, memory.options(row)).peak
+        peak = memory.foretold(cfg, 2, seq_len // 2, ("usp", 1), memory.options(row)).peak
         base = peak.parts["parameters"] + peak.parts["moments"]
         row |= {"foretold": peak.nbytes, "foretold_base": base, "base": base}
         rows.append({**row, "peak": base + 1.25 * (peak.nbytes - base)})
@@ -146,7 +146,7 @@ def test_slope_and_longest_row() -> None:
     assert found["growth"] == pytest.approx(1.25 * found["foretold_growth"])
     assert found["growth"] == pytest.approx((rows[1]["peak"] - rows[0]["peak"]) / 65536)
     large, tokens = replace(cfg, num_layers=32), found["longest"][8]["tokens"]
-    at_most = memory.foretold(large, 8, tokens // 8, memory.options(rows[0]))
+    at_most = memory.foretold(large, 8, tokens // 8, ("usp", 1), memory.options(rows[0]))
     base = at_most.peak.parts["parameters"] + at_most.peak.parts["moments"]
     assert base + 1.25 * (at_most.peak.nbytes - base) == pytest.approx(0.92 * gpu, rel=0.01)
     assert found["longest"][8]["host_gib"] == pytest.approx(at_most.host / 2**30)
@@ -173,6 +173,43 @@ def test_step_time_is_that_of_its_work(remat: str) -> None:
     assert attention == pytest.approx(3.5 / 3 * 6 * 8 * 4096 * seq_len**2 / 2)
     assert total([Piece("a", 3.0), Piece("b", 1.0, True)]) == 3.0
     assert total([Piece("a", 3.0), Piece("b", 4.0, True)]) == 4.0
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_moments_travel_once_a_step(accumulate: int) -> None:
+    """Behind nothing, unlike what is kept for the backward, which goes with every part of the step."""
+    cfg, options = shape("llama-3-8b"), {"remat": "attention", "dtype": torch.bfloat16}
+    seconds = []
+    for moments in ("device", "host"):
+        held = models.training_memory(
+            cfg,
+            TABLES["usp"],
+            TWO,
+            batch=1,
+            seq_len=65536,
+            moments=moments,
+            offload="host",
+            **options,  # type: ignore[arg-type]
+        )
+        sent = models.model_traffic(cfg, TABLES["usp"], TWO, batch=1, seq_len=65536, **options)  # type: ignore[arg-type]
+        where = local(cfg, TABLES["usp"], TWO, batch=1, seq_len=65536)
+        pieces = step_time(
+            where,
+            sent,
+            held,
+            RATES,
+            **options,
+            compile=False,
+            accumulate=accumulate,
+            group=1,  # type: ignore[arg-type]
+        )
+        seconds.append({piece.name: piece for piece in pieces})
+    device, host = seconds
+    away = host.pop("moments to the GPU and back")
+    assert host == device
+    parameters = held.peak.parts["parameters"]
+    assert not away.hidden
+    assert away.seconds == pytest.approx(2 * parameters * (1 / RATES.to_host + 1 / RATES.from_host))
 
 
 def test_plan_tells_the_time_once_rates_are_known(

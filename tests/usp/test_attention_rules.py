@@ -9,7 +9,8 @@ from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
 
 from tests.usp.dense import Watch, dense_attention, normal
 from tests.usp.test_attention import CASES, cu, inputs, row_edges
-from usp import attention
+from usp import Batch, attention, shard_batch
+from usp.mesh import TABLES
 
 PACKED = CASES["packed"]
 X = inputs(PACKED)
@@ -233,3 +234,8 @@ def test_more_documents_than_a_launch_takes() -> None:  # case H57
     q = torch.zeros(1, 65536, 1, 2)
     with pytest.raises(ValueError, match="cu_seqlens must hold at most 65535 documents"):
         attention(q, q, q, cu_seqlens=torch.arange(65537, dtype=torch.int32))
+    # a batch of which one rank has too many is refused by all of them, when it is cut
+    rows = torch.zeros(2, 65536, dtype=torch.int64)
+    batch = Batch(rows, cu_seqlens=[[0, 65536], range(65537)])
+    with pytest.raises(ValueError, match="cu_seqlens must hold at most 65535 documents for one rank"):
+        shard_batch(batch, table=TABLES["usp"], mesh={"dp": 2, "ring": 1, "ulysses": 1}, device="cpu")

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.func import grad, jvp
@@ -207,3 +208,11 @@ def test_lost_gradients_are_refused() -> None:
 def test_unknown_remat() -> None:
     with pytest.raises(ValueError, match="remat='half' must be one of none, full"):
         scan(block, X, LAYERS, remat="half")
+
+
+def test_a_builtin_as_a_block() -> None:
+    """It has no signature to be asked for `kept`."""
+    weights = [normal(6, 6, seed=i, dtype=torch.float32) for i in range(3)]
+    want = X @ weights[0].T @ weights[1].T @ weights[2].T
+    for remat in ("none", "full"):
+        assert torch.equal(scan(F.linear, X, weights, remat=remat), want), remat

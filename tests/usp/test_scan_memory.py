@@ -13,7 +13,8 @@ from torch.func import grad
 from tests.usp.dense import Watch, normal
 from tests.usp.test_scan import DEPTH, equal
 from usp import scan, value_and_grad
-from usp.arena import Arena, available_bytes
+from usp.arena import Arena
+from usp.host import available_bytes
 from usp.kept import Kept
 
 ROWS, DIM = 7, 6

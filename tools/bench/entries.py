@@ -1,7 +1,8 @@
 """One small training run by every entry point there is, each returning its losses and gradient norms.
 
-A Llama of SmolLM2's shape (9 query heads, 3 kv heads, tied embeddings), rows of unlike lengths in one order,
-two micro-batches a step, prompts that are no targets, AdamW, clipping, a falling rate, float32 on the CPU.
+A small Llama with SmolLM2's heads (9 for queries, 3 for keys) and tied embeddings, rows of unlike lengths in
+one order, two micro-batches a step, prompts that are no targets, AdamW, clipping, a falling rate, float32 on
+the CPU.
 """
 
 from __future__ import annotations

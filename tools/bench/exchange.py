@@ -1,8 +1,9 @@
 """Attention's exchange alone: q, k, v to the heads and the result back, against all-to-alls of their bytes.
 
-Contenders are timed with an attention that costs nothing, which hands q on and k, v back as gradients: ours,
-yunchang's `SeqAllToAll4D`, and what DeepSpeed wraps around a Transformers attention. Ours is also timed piece
-by piece, and from q, k, v that the projection has written in the order of the wire, as the model does.
+Contenders are timed with an attention that costs nothing, which leaves its result as it finds the memory, in
+the order of a kernel's, and hands k, v back as gradients: ours, yunchang's `SeqAllToAll4D`, and what
+DeepSpeed wraps around a Transformers attention. Ours is also timed piece by piece, and from q, k, v that the
+projection has written in the order of the wire, as the model does.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ Exchange = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Through(torch.autograd.Function):
-    """An attention that costs nothing: its result is q, its gradients are what it was given."""
+    """An attention that costs nothing: memory in the order that a kernel's result has, and as gradients what
+    it was given."""
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return q.view_as(q)
+        return torch.empty_like(q, memory_format=torch.contiguous_format)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -106,15 +108,15 @@ def contender(name: str, cfg: LlamaConfig, place: Place, mesh: Any, batch: int, 
             return found
 
         return yunchang
-    return alst(cfg, place, batch)
+    return alst(cfg, place, batch, seq_len)
 
 
-def alst(cfg: LlamaConfig, place: Place, batch: int) -> Exchange:
+def alst(cfg: LlamaConfig, place: Place, batch: int, seq_len: int) -> Exchange:
     """DeepSpeed's wrapper, its gather of the positions included, as it is in every layer."""
     deepspeed.load(place)
 
     def inner(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **rest: Any) -> tuple[Tensor, None]:
-        return through(q, k, v).transpose(1, 2).contiguous(), None
+        return through(*(t.transpose(1, 2) for t in (q, k, v))), None
 
     wrapper: Any = deepspeed.ulysses().UlyssesSPAttentionHF(
         attn=inner,
@@ -129,8 +131,10 @@ def alst(cfg: LlamaConfig, place: Place, batch: int) -> Exchange:
     module = torch.nn.Module()
     module.num_key_value_groups = cfg.num_heads // cfg.num_kv_heads  # type: ignore[assignment]
 
+    part = seq_len // place.world
+    own = torch.arange(part, device=place.device) + place.rank * part
+
     def exchange(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        own = torch.arange(q.shape[1], device=q.device) + place.rank * q.shape[1]
         first = (t.transpose(1, 2) for t in (q, k, v))
         found: Tensor = wrapper(
             module, *first, None, position_ids=own.expand(batch, -1), scaling=cfg.head_dim**-0.5

@@ -12,6 +12,7 @@ from typing import Any, Self
 from usp.mesh import TABLES
 
 Row = dict[str, Any]
+GIB = 2**30
 PLAN = "plan"
 NO_OPTION = ("label", "variant", "like")
 
@@ -104,3 +105,9 @@ class Job:
         ]
         labels = labels or [{"label": variant, "variant": variant} for variant in self.variants] or [{}]
         return [{**label, "seq_len": seq_len} for label in labels for seq_len in self.seq_lens]
+
+
+def gib_above(row: Row, peak: str, base: str) -> float | None:
+    """What a peak holds beyond parameters and moments; None where it was not measured."""
+    missing = row.get(peak) is None or row.get(base) is None
+    return None if missing else (row[peak] - row[base]) / GIB

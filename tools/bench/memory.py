@@ -12,12 +12,11 @@ from usp import models
 from usp.mesh import TABLES
 from usp.models import LlamaConfig
 from usp.models.plan.settings import HEAD_CHUNKS, MLP_TILE, SPARE
-from usp.tools.bench.job import Row, Setting
+from usp.tools.bench.job import GIB, Row, Setting
 from usp.tools.bench.shape import shape
 
 WORLDS, LAYERS = (1, 2, 8), 32  # for which the longest row is worked out
 GROUP = 4
-GIB = 2**30
 
 
 def ladder(cfg: LlamaConfig, seq_len: int, processes: int) -> tuple[Setting, ...]:
@@ -58,31 +57,41 @@ def slopes(rows: Sequence[Row], gpu_memory: int | None) -> list[Row]:
         if len(own) < 2 or not gpu_memory:
             continue
         short, long = (own[n] for n in sorted(own)[-2:])
-        world, between = long["world"], (long["seq_len"] - short["seq_len"]) / long["world"]
+        between = (long["seq_len"] - short["seq_len"]) / long["world"]
         growth = (long["peak"] - short["peak"]) / between
         cfg, given = shape(long["model"], long["layers"]), options(long)
-        ends = (foretold(cfg, world, row["seq_len"] // world, given).peak.nbytes for row in (long, short))
-        said = (next(ends) - next(ends)) / between
+        said = (long["foretold"] - short["foretold"]) / between
+        scheme = long["table"], long["ring"]
         row = {"label": label, "growth": growth, "foretold_growth": said, "layers": long["layers"]}
         big = replace(cfg, num_layers=LAYERS)
         times = (long["peak"] - long["base"]) / (long["foretold"] - long["foretold_base"])
-        row["longest"] = {n: longest(big, n, given, times, gpu_memory) for n in WORLDS}
+        worlds = (n for n in WORLDS if n % scheme[1] == 0)
+        row["longest"] = {n: longest(big, n, scheme, given, times, gpu_memory) for n in worlds}
         found.append(row)
     return found
 
 
-def foretold(cfg: LlamaConfig, world: int, local: int, given: Mapping[str, Any]) -> models.Memory:
+Scheme = tuple[str, int]
+"""A table's name, and the degree of the ring."""
+
+
+def foretold(
+    cfg: LlamaConfig, world: int, local: int, scheme: Scheme, given: Mapping[str, Any]
+) -> models.Memory:
     """What the plan says of `local` tokens on each of `world` GPUs."""
-    sizes = {"dp": 1, "ring": 1, "ulysses": world}
-    return models.training_memory(cfg, TABLES["usp"], sizes, batch=1, seq_len=local * world, **given)
+    table, ring = scheme
+    sizes = {"dp": 1, "ring": ring, "ulysses": world // ring}
+    return models.training_memory(cfg, TABLES[table], sizes, batch=1, seq_len=local * world, **given)
 
 
-def longest(cfg: LlamaConfig, world: int, given: Mapping[str, Any], times: float, gpu_memory: int) -> Row:
+def longest(
+    cfg: LlamaConfig, world: int, scheme: Scheme, given: Mapping[str, Any], times: float, gpu_memory: int
+) -> Row:
     """Tokens over all GPUs that fit when all but parameters and moments takes `times` what is foretold, and
     the host's GiB for each GPU then; 0 where not even 1024 tokens fit."""
 
     def fits(blocks: int) -> bool:
-        peak = foretold(cfg, world, blocks * 1024, given).peak
+        peak = foretold(cfg, world, blocks * 1024, scheme, given).peak
         base = peak.parts["parameters"] + peak.parts["moments"]
         return base + times * (peak.nbytes - base) <= gpu_memory * (1 - SPARE)
 
@@ -92,7 +101,7 @@ def longest(cfg: LlamaConfig, world: int, given: Mapping[str, Any], times: float
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    host = foretold(cfg, world, low * 1024, given).host if low else 0
+    host = foretold(cfg, world, low * 1024, scheme, given).host if low else 0
     return {"tokens": low * 1024 * world, "host_gib": host / GIB}
 
 

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from usp.arena import available_bytes
+from usp.host import available_bytes
+from usp.kernels import choose
+from usp.models import LlamaConfig
 from usp.tools.bench.job import Row
 
 PACKAGES = (
@@ -73,6 +75,12 @@ class Place:
             name: value for name, value in os.environ.items() if name in names or name.startswith("NCCL_")
         }
         return found
+
+
+def kernel_name(name: str, cfg: LlamaConfig, place: Place) -> str:
+    """The kernel that is meant; "auto" is never left open. Raises ValueError for none."""
+    size, dtype = cfg.head_dim, place.dtype
+    return choose(name, device=place.device, dtype=dtype, size=size, v_size=size, features=()).name
 
 
 def device_name(device: torch.device) -> str:

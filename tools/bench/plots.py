@@ -8,9 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from usp.tools.bench.job import Row
-
-GIB = 2**30
+from usp.tools.bench.job import GIB, Row, gib_above
 
 
 class Panel(NamedTuple):
@@ -32,11 +30,7 @@ def field(name: str, scale: float = 1.0) -> Callable[[Row], float | None]:
 
 
 def above(peak: str, base: str) -> Callable[[Row], float | None]:
-    def value(row: Row) -> float | None:
-        missing = row.get(peak) is None or row.get(base) is None
-        return None if missing else (row[peak] - row[base]) / GIB
-
-    return value
+    return lambda row: gib_above(row, peak, base)
 
 
 def same_per_gpu(rows: Sequence[Row]) -> Sequence[Row]:

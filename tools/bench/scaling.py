@@ -70,7 +70,7 @@ def parts(
     for n in counts:
         for seq_len in dict.fromkeys((per_gpu * n, whole)):
             step = guess_seconds(cfg, seq_len, n, device)
-            each = step * sum(repeats(step, steps)) + EACH_SECONDS
+            each = step * sum(repeats(step, steps, locks=True)) + EACH_SECONDS
             part = Part(n, seq_len, (), START_SECONDS)
             for setting in schemes(cfg, n, 2 if n > 2 and seq_len == per_gpu * n else 0):
                 if part.settings and part.seconds + each > PART_SECONDS:
@@ -111,7 +111,9 @@ def foretold_longest(cfg: LlamaConfig, n: int, gpu_memory: int, host_memory: int
     """Tokens in all that fit on `n` GPUs, and the settings, by the plan; 0 where nothing fits."""
     sizes = {"dp": 1, "ring": 1, "ulysses": n}
     try:
-        tokens, settings = models.longest(cfg, TABLES["usp"], sizes, gpu_memory, host_memory, compile=True)
+        tokens, settings = models.longest(
+            cfg, TABLES["usp"], sizes, gpu_memory, host_memory, compile=True, moments="device"
+        )
     except ValueError:
         return 0, "nothing fits"
     return tokens, settings.describe()

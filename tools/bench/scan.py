@@ -20,7 +20,7 @@ from usp.models.block import block
 from usp.models.gather import layer_bundle
 from usp.models.rope import rope_cos_sin
 from usp.tools.bench.job import Job, Row, Setting
-from usp.tools.bench.place import Place
+from usp.tools.bench.place import Place, kernel_name
 from usp.tools.bench.shape import shape
 from usp.tools.bench.step import Model
 from usp.tools.bench.timing import measure, release
@@ -59,7 +59,7 @@ def both(
 ) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
     """Steps that give the sum of the last layer's result, after the gradients of it."""
     cfg, place, mesh, table = model.cfg, model.place, model.mesh, model.table
-    compiled, kernel = place.device.type == "cuda", model.kernel(job.kernel)
+    compiled, kernel = place.device.type == "cuda", kernel_name(job.kernel, cfg, place)
     shard = model.shard(seq_len)
     cos, sin = rope_cos_sin(shard.positions, cfg, place.dtype, seq_len=seq_len)
     x = torch.randn(1, shard.tokens.shape[1], cfg.hidden_size, device=place.device, dtype=place.dtype)

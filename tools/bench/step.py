@@ -24,15 +24,14 @@ from usp import (
     value_and_grad,
 )
 from usp.arena import Arena
-from usp.kernels import choose
 from usp.mesh import TABLES, build_mesh, local_shape
 from usp.models import LlamaConfig
 from usp.models.plan.settings import SPARE, candidates
 from usp.optim import clip_scale
 from usp.tools.bench.job import PLAN, Job, Row, Setting
-from usp.tools.bench.place import Place
+from usp.tools.bench.place import Place, kernel_name
 from usp.tools.bench.shape import figures, guess_seconds, shape
-from usp.tools.bench.timing import SHORT, held, measure, release, repeats, wait
+from usp.tools.bench.timing import SHORT, held, largest, measure, release, repeats, wait
 
 ROOMS = (1.0, 0.9)  # of the device's memory, that a planned setting may take: the second when the first fails
 OPTIONS = ("remat", "group", "offload", "mlp_tile", "head_chunks")
@@ -63,7 +62,8 @@ class Model:
         self, cfg: LlamaConfig, setting: Setting, place: Place, *, host_memory: int | None = None
     ) -> None:
         self.cfg, self.place, self.table = cfg, place, TABLES[setting.table]
-        self.host_memory = host_memory
+        host = host_memory or place.host_memory()
+        self.host_memory = -largest([-host], place.device)[0]  # one number on all ranks, which choose alike
         self.scheme = setting.table, setting.ring
         self.sizes = {"dp": 1, "ring": setting.ring, "ulysses": place.world // setting.ring}
         self.mesh: DeviceMesh | Mapping[str, int] = (
@@ -121,14 +121,13 @@ class Model:
         sizes = {"dp": 1, "ring": ring, "ulysses": world // ring}
         seq_len = seq_len * world // self.place.world
         gpu = self.place.memory() * (1 - SPARE)
-        host = self.host_memory or self.place.host_memory()
         for room in ROOMS:
-            for one in candidates(self.cfg, self.table, sizes, seq_len):
+            for one in candidates(self.cfg, self.table, sizes, seq_len, moments="device"):
                 options = replace(one, head_chunks=max(one.head_chunks, setting.head_chunks)).options()
                 memory = models.training_memory(
                     self.cfg, self.table, sizes, batch=1, seq_len=seq_len, **given, **options
                 )
-                if memory.peak.nbytes <= gpu * room and memory.host <= host:
+                if memory.peak.nbytes <= gpu * room and memory.host <= self.host_memory:
                     yield options
                     break
 
@@ -141,11 +140,12 @@ class Model:
         row |= {"error": "nothing fits, as the plan foretells"}
         given: dict[str, Any] = {"dtype": self.place.dtype, "compile": compiled}
         guess = guess_seconds(self.cfg, seq_len, self.place.world, device.type)
-        steps, warmup = repeats(guess, job.steps)
         for options in self.plans(setting, seq_len, **given):
             release(device)  # also what an attempt that ran out of memory has left
             memory, arena = self.foretold(seq_len, **given, **options), Arena()
-            own = {"arena": arena if options["offload"] == "host" else None}
+            locks = options["offload"] == "host"
+            steps, warmup = repeats(guess, job.steps, locks=locks)
+            own = {"arena": arena if locks else None}
             row |= {**options, "compile": compiled, "dtype": str(self.place.dtype).removeprefix("torch.")}
             row |= {
                 "foretold": memory.peak.nbytes,
@@ -153,7 +153,7 @@ class Model:
                 "foretold_host": memory.host,
             }
             try:
-                row["kernel"] = self.kernel(job.kernel)
+                row["kernel"] = kernel_name(job.kernel, self.cfg, self.place)
                 for length in SHORT if not warmup and done < len(SHORT) else ():
                     short = self.shard(length * self.place.world)
                     self.step(short, **given, **options, **own, kernel=row["kernel"])()
@@ -171,11 +171,6 @@ class Model:
                 self.trace(step, Path(job.trace) / f"{name}-{seq_len}.json")
             return figures(row, self.cfg)
         return row
-
-    def kernel(self, name: str) -> str:
-        """The kernel that `name` stands for here; "auto" is never left open."""
-        size, device, dtype = self.cfg.head_dim, self.place.device, self.place.dtype
-        return choose(name, device=device, dtype=dtype, size=size, v_size=size, features=()).name
 
     def trace(self, step: Callable[[], Tensor], path: Path) -> None:
         """A Chrome trace of one more step, from the first rank."""

@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from usp.tools.bench.job import Row
+from usp.tools.bench.job import GIB, Row, gib_above
 
-GIB = 2**30
 NOTHING = "-"
 
 
@@ -50,8 +49,8 @@ def above(peak: str, base: str) -> Callable[[Row], str]:
     """GiB beyond parameters and moments."""
 
     def text(row: Row) -> str:
-        missing = row.get(peak) is None or row.get(base) is None
-        return NOTHING if missing else f"{(row[peak] - row[base]) / GIB:.2f}"
+        value = gib_above(row, peak, base)
+        return NOTHING if value is None else f"{value:.2f}"
 
     return text
 

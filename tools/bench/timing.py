@@ -89,12 +89,14 @@ def measure(step: Callable[[], Tensor], *, steps: int, warmup: int, device: torc
     }  # fmt: skip
 
 
-def repeats(guess: float, most: int) -> tuple[int, int]:
+def repeats(guess: float, most: int, *, locks: bool = False) -> tuple[int, int]:
     """(timed steps, warm-up steps of the same length) for a step of about `guess` seconds.
 
-    A long step has no warm-up of its own: short ones have compiled everything by then, see `SHORT`.
+    A long step has no warm-up of its own, as short ones have compiled everything by then, see `SHORT`; where
+    the first of a length `locks` buffers of the host, only a step so long that it hardly shows has none.
     """
-    return most if guess <= 0 else min(most, max(1, round(10 / guess))), 0 if guess > 20 else 1
+    steps = most if guess <= 0 else min(most, max(1, round(10 / guess)))
+    return steps, 0 if guess > (120 if locks else 20) else 1
 
 
 class Timed(NamedTuple):

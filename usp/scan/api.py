@@ -93,7 +93,7 @@ def _segment(
     stored = remat == "none" and not tracing and one_gradient() and not needs_grad(held(block))
     if remat != "none" and not tracing:
         check_no_grad("block", held(block))
-    takes_kept = "kept" in signature(block).parameters
+    with_kept = remat == "attention" or (remat == "full" and _takes_kept(block))
     if compile is not None:
         if func and remat == "none" and not stored:
             raise ValueError(
@@ -112,7 +112,7 @@ def _segment(
         block=block,
         trees=[tree for _, tree in flat],
         num_leaves=[len(one) for one, _ in flat],
-        with_kept=remat == "attention" or (remat == "full" and takes_kept),
+        with_kept=with_kept,
         recording=remat == "attention",
         group=group,
         gather=gather,
@@ -123,6 +123,13 @@ def _segment(
     if not torch.is_grad_enabled() and not func:
         return run.forward(x, leaves, consts, keep=False)
     return (apply_stored if stored else apply_scan)(run, x, leaves, consts)
+
+
+def _takes_kept(block: Callable[..., Tensor]) -> bool:
+    try:
+        return "kept" in signature(block).parameters
+    except ValueError:  # a builtin has no signature
+        return False
 
 
 def _used(layer: Any, gather: Gather | None) -> Any:

@@ -8,7 +8,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from usp.arena import Arena, Copied, Copies, available_bytes
+from usp.arena import Arena, Copied, Copies
+from usp.host import available_bytes
 
 
 class Visit(NamedTuple):

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from usp.mesh import MeshLike
-from usp.mesh.agree import agree, gather_objects, place
+from usp.mesh.agree import Over, agree, gather_objects, place
 from usp.state.files import (
     MARKER,
     Index,
@@ -37,13 +36,12 @@ class Saver:
     `start` returns when the values have been copied to the host; a thread writes them. A checkpoint appears
     by one rename after all ranks' files are on disk, so a process that ends at any moment leaves the earlier
     ones as they were. `over`: a gloo process group of all ranks that nothing else uses, None for a process
-    alone. A failed save is raised by `check`, `wait` and the next `start`, on every rank; the earlier
-    checkpoints stay. Raises ValueError when `keep` is below 1.
+    alone; for `save`, which has no thread, any group or mesh of all ranks. A failed save is raised by
+    `check`, `wait` and the next `start`, on every rank; the earlier checkpoints stay. Raises ValueError when
+    `keep` is below 1.
     """
 
-    def __init__(
-        self, root: Path, *, mesh: MeshLike, keep: int = 2, over: dist.ProcessGroup | None = None
-    ) -> None:
+    def __init__(self, root: Path, *, mesh: MeshLike, keep: int = 2, over: Over = None) -> None:
         if keep < 1:
             raise ValueError(f"keep={keep} must be at least 1. Change keep.")
         self.root, self._mesh, self._keep, self._over = root, mesh, keep, over
@@ -75,6 +73,14 @@ class Saver:
         args = (step, pieces, dict(meta or {}))
         self._thread = threading.Thread(target=self._run, args=args, name="save", daemon=True)
         self._thread.start()
+
+    def save(
+        self, step: int, tensors: Mapping[str, Placed], *, meta: Mapping[str, Any] | None = None
+    ) -> None:
+        """As `start`, but in the caller's thread and until all of it is there."""
+        self.wait()
+        self._write(step, self._copied(own_pieces(tensors, self._mesh)), dict(meta or {}))
+        self.last = step
 
     def check(self) -> None:
         """Raise what a save that has ended failed with."""

@@ -4,11 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.models.batches import two_rows
-from usp.mesh import TABLES, build_mesh
+from usp import clip_by_global_norm
+from usp.mesh import TABLES, P, build_mesh
 from usp.models.hf import BridgedCausalLM
+from usp.models.hf.shards import clip_grad_norm
 
 Grads = dict[str, torch.Tensor]
 
@@ -85,3 +87,17 @@ def refused_on_rank(folder: Path) -> list[str]:
         except ValueError as error:
             said.append(str(error))
     return said
+
+
+def clipped_on_rank() -> None:
+    """Gradients in bfloat16 are scaled by the exact factor, as the functional path scales them."""
+    mesh = build_mesh(ulysses=2)
+    torch.manual_seed(3)
+    value = distribute_tensor(torch.randn(6, 5).bfloat16(), mesh, [Replicate(), Replicate(), Shard(0)])
+    p = torch.nn.Parameter(value)
+    p.grad = value * 7
+    grad: Any = p.grad
+    own, spec = grad.to_local().clone(), P("ulysses", None)
+    want, norm = clip_by_global_norm([own], [spec], mesh, 1.0)
+    assert torch.equal(clip_grad_norm([p], 1.0), norm)
+    assert torch.equal(grad.to_local(), want[0])

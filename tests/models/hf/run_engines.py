@@ -7,11 +7,10 @@ import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from tests.models.batches import two_rows
 from tests.models.hf.causal import causal_model
-from tests.models.hf.run_bridge import inputs_of
+from tests.models.hf.run_bridge import inputs_of, whole
 from tests.models.hf.run_trainer import as_launched
 from usp import Batch, adamw_init, reduce_grads, shard_batch, value_and_grad
 from usp.mesh import TABLES, P, build_mesh, redistribute
@@ -37,10 +36,6 @@ def arguments_of(step: int) -> dict[str, Any]:
 
 def optimizer_of(model: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-
-
-def whole(value: Any) -> Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def accelerate_on_rank(out: Path, dp: int, ring: int, ulysses: int, table: str, keep_whole: bool) -> Any:

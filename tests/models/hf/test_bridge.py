@@ -12,12 +12,22 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import usp.models.hf
 from tests.models.batches import ONE, two_rows
 from tests.models.hf.causal import causal_model, unsharded
-from tests.models.hf.run_bridge import inputs_of, on_rank, refused_on_rank, save_on_rank, shifted, step, whole
+from tests.models.hf.run_bridge import (
+    clipped_on_rank,
+    inputs_of,
+    on_rank,
+    refused_on_rank,
+    save_on_rank,
+    shifted,
+    step,
+    whole,
+)
 from tests.models.test_parallel import TOLERANCE, reference
 from tests.models.tiny import hf_model, load_hf, save_hf
 from tests.pool import Pool
 from usp.mesh import TABLES, P, build_mesh, placements_of, shard_map
 from usp.models.hf import BridgedCausalLM, sequence_parallel
+from usp.models.hf.loader import check_same
 from usp.models.options import Options
 
 MODELS = {"tied": "gqa 9/3 tied", "qwen3": "qwen3"}
@@ -97,6 +107,14 @@ def test_what_would_mix_or_halve_in_silence(folder: Path, two: Pool) -> None:  #
     for dealt, halved in two.run(refused_on_rank, folder / "tied"):
         assert "same global batch, got 2 different" in dealt
         assert "averaged=False must not go with DistributedDataParallel" in halved
+
+
+def test_clipping_of_shards_in_bfloat16(two: Pool) -> None:
+    two.run(clipped_on_rank)
+
+
+def test_batches_of_any_type_are_compared() -> None:
+    check_same({"loss_weights": torch.ones(2, 3, dtype=torch.bfloat16)}, ONE)
 
 
 def test_refusals(folder: Path) -> None:

@@ -17,21 +17,10 @@ from tests.models.hf.run_sft import (
     tokenized,
     tokenizer,
 )
-from tests.models.hf.test_trainer import TOLERANCE, beside
+from tests.models.hf.test_trainer import TOLERANCE, assert_same, beside
 from tests.pool import Pool
 from usp.models.hf.sft import SequenceParallelSFTTrainer
 from usp.models.hf.trainer import SequenceParallelConfig
-
-
-def assert_same(
-    got: list[dict[str, float]], want: list[dict[str, float]], what: Any, number: int = 6
-) -> None:
-    assert len(got) == len(want) == number
-    for a, b in zip(got, want, strict=True):
-        assert (a["learning_rate"], a["epoch"]) == (b["learning_rate"], b["epoch"]), what
-        for key in ("loss", "grad_norm"):
-            assert abs(a[key] - b[key]) <= TOLERANCE * b[key], (what, key, a, b)
-
 
 RUNS = [
     (2, "ulysses", "plain", {"padding_free": True}),
@@ -44,7 +33,7 @@ def test_prompts_and_completions(start: Path, two: Pool, tmp_path: Path) -> None
     want = plain(tmp_path / "plain")
     for index, run in enumerate(RUNS):
         (got, evaluated), (_, other) = two.run(on_rank, beside(start, tmp_path, str(index)), *run)
-        assert_same(got, want, run)
+        assert_same(got, want, run, 6)
         assert evaluated == other
 
 
@@ -61,7 +50,7 @@ def test_packing(two: Pool, tmp_path: Path) -> None:
     want, evaluated = cut(tmp_path / "one", 1, "usp", "plain", packed)
     (tmp_path / "two").mkdir()
     got, value = two.run(on_rank, tmp_path / "two", 2, "ulysses", "plain", packed)[0]
-    assert_same(got, want, "packed")
+    assert_same(got, want, "packed", 6)
     assert abs(value - evaluated) <= TOLERANCE * evaluated
 
 

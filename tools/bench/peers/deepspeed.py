@@ -17,7 +17,7 @@ from torch import Tensor
 
 from usp.tools.bench.job import Job, Row
 from usp.tools.bench.peers import hugging_face as hf
-from usp.tools.bench.place import Place
+from usp.tools.bench.place import Place, kernel_name
 from usp.tools.bench.shape import shape
 
 
@@ -56,7 +56,7 @@ class Alst:
 
     def __init__(self, job: Job, place: Place) -> None:
         self.cfg, self.place, self.liger = shape(job.model, job.layers), place, hf.have_liger(place)
-        self.kernel = hf.kernel_name(job.kernel, self.cfg, place)
+        self.kernel = kernel_name(job.kernel, self.cfg, place)
         deepspeed = load(place)
         self.seen = hf.register(hf.by_kernel(self.kernel, place.dtype))
         if self.liger:

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from usp import attention
-from usp.kernels import choose
 from usp.mesh import TABLES
 from usp.models import LlamaConfig, training_memory
 from usp.models.plan.settings import SPARE, gib
@@ -51,12 +50,6 @@ def use_liger(cfg: LlamaConfig) -> None:
     by_type[cfg.model_type](
         rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False
     )
-
-
-def kernel_name(name: str, cfg: LlamaConfig, place: Place) -> str:
-    """The kernel that is meant; "auto" is resolved as for our own model. Raises ValueError for none."""
-    size, dtype = cfg.head_dim, place.dtype
-    return choose(name, device=place.device, dtype=dtype, size=size, v_size=size, features=()).name
 
 
 def register(attend: Callable[[Tensor, Tensor, Tensor, float], Tensor]) -> Seen:
@@ -183,13 +176,13 @@ def run_variants(job: Job, place: Place, prepare: Callable[[str, int, int], Prep
         for seq_len in sorted(job.seq_lens):
             row = {**job.facts(), "label": variant, "variant": variant, "seq_len": seq_len, "base": base}
             guess = guess_seconds(cfg, seq_len, place.world, place.device.type)
-            steps, warmup = repeats(guess, job.steps)
+            steps, warmup = repeats(guess, job.steps, locks=variant == "least")
             row["dtype"] = str(place.dtype).removeprefix("torch.")
             try:
                 step, facts = prepare(variant, seq_len, how_often(variant, cfg, seq_len, place))
                 row |= facts
                 row |= measure(step, steps=steps, warmup=warmup, device=place.device)
-            except (MemoryError, NotImplementedError) as e:
+            except (MemoryError, ValueError) as e:
                 place.emit({**row, "error": f"not tried: {e}"})
                 continue
             except torch.OutOfMemoryError as e:  # what is half done cannot be undone: the launch ends

@@ -53,7 +53,7 @@ def run(job: Job, place: Place) -> None:
 
     def prepare(variant: str, seq_len: int, every: int) -> hf.Prepared:
         if variant == "least":
-            raise NotImplementedError("context_parallel has nothing but recomputation to save memory with")
+            raise ValueError("context_parallel has nothing but recomputation to save memory with")
         again = hf.checkpointing(model, every)
         whole = hf.tokens(cfg, seq_len, device)
 

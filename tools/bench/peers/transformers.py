@@ -7,13 +7,13 @@ from torch import Tensor
 
 from usp.tools.bench.job import Job
 from usp.tools.bench.peers import hugging_face as hf
-from usp.tools.bench.place import Place
+from usp.tools.bench.place import Place, kernel_name
 from usp.tools.bench.shape import shape
 
 
 def run(job: Job, place: Place) -> None:
     cfg, liger, device = shape(job.model, job.layers), hf.have_liger(place), place.device
-    kernel = hf.kernel_name(job.kernel, cfg, place)
+    kernel = kernel_name(job.kernel, cfg, place)
     seen = hf.register(hf.by_kernel(kernel, place.dtype))
     if liger:
         hf.use_liger(cfg)
@@ -22,7 +22,7 @@ def run(job: Job, place: Place) -> None:
 
     def prepare(variant: str, seq_len: int, every: int) -> hf.Prepared:
         if variant == "least":
-            raise NotImplementedError("Transformers has nothing but recomputation to save memory with")
+            raise ValueError("Transformers has nothing but recomputation to save memory with")
         again = hf.checkpointing(model, every)
         ids, labels, positions = hf.tokens(cfg, seq_len, device)
 
