@@ -15,36 +15,14 @@ from torch import Tensor
 
 from usp.mesh.collectives import sum_dtype
 from usp.mesh.devices import MeshLike, axis_sizes, coordinates
-from usp.mesh.groups import Stages, gather_each, gather_flat, scatter_each, scatter_flat, stages_of
+from usp.mesh.groups import Stages, stages_of
+from usp.mesh.linear_late import Journey, arrive, depart
 from usp.mesh.linear_many import apply_many
 from usp.mesh.move import Move
-from usp.mesh.packing import (
-    Slot,
-    alike,
-    gathered_axes,
-    make_slot,
-    pack_full,
-    pack_shards,
-    unpack_full,
-    unpack_shards,
-)
+from usp.mesh.packing import Slot, alike, gathered_axes, make_slot
+from usp.mesh.pending import Leaf, Pending, start_gather, start_scatter
 from usp.mesh.redistribute import redistribute
 from usp.mesh.spec import Axes, P, check_spec, local_shape
-
-_ops = torch.ops._c10d_functional
-Leaf = Tensor | None
-
-
-class Pending:
-    """A move under way. `wait()` once, for the results; on a GPU it holds up the stream, not the host."""
-
-    def __init__(self, finish: Callable[[], list[Leaf]]) -> None:
-        self._finish: Callable[[], list[Leaf]] | None = finish
-
-    def wait(self) -> list[Leaf]:
-        assert self._finish is not None, "wait() is called once"
-        finish, self._finish = self._finish, None
-        return finish()
 
 
 class _Route(NamedTuple):
@@ -125,6 +103,29 @@ class Bundle:
     def __call__(self, tensors: Sequence[Leaf]) -> list[Leaf]:
         """From rest to use, differentiably."""
         self._check(tensors)
+        moved = apply_many(self._op(tensors), self._travelling(tensors)) if self.moving else ()
+        return self._joined(tensors, moved)
+
+    def depart(self, tensors: Sequence[Leaf], *, late: bool) -> tuple[Journey, Tensor]:
+        """The first half of a call for leaves of which some are `moving`; see `usp.mesh.linear_late.depart`.
+
+        `start()` of the journey sends them; it may be called inside anything that sees plain tensors.
+        """
+        self._check(tensors)
+        return depart(self._op(tensors), self._travelling(tensors), late=late)
+
+    def arrive(self, tensors: Sequence[Leaf], journey: Journey, number: Tensor) -> list[Leaf]:
+        """The second half: what the call would have returned."""
+        return self._joined(tensors, arrive(journey, number))
+
+    def _op(self, tensors: Sequence[Leaf]) -> _Op:
+        return _Op(self, tuple(None if t is None else t.dtype for t in tensors))
+
+    def _travelling(self, tensors: Sequence[Leaf]) -> list[Tensor]:
+        return [cast(Tensor, tensors[i]) for i in self.moving]
+
+    def _joined(self, tensors: Sequence[Leaf], moved: Sequence[Tensor]) -> list[Leaf]:
+        """All leaves in use, of which `moved` came together."""
         out = list(tensors)
         for i, t in enumerate(tensors):
             if t is not None and i not in self.moving:
@@ -133,12 +134,8 @@ class Bundle:
             x = out[i]
             assert x is not None
             out[i] = redistribute(x, move.src, move.dst, self.mesh, shape=move.shape)
-        if self.moving:
-            moving = [cast(Tensor, tensors[i]) for i in self.moving]
-            dtypes = tuple(None if t is None else t.dtype for t in tensors)
-            moved = apply_many(_Op(self, dtypes), moving)
-            for i, t in zip(self.moving, moved, strict=True):
-                out[i] = t
+        for i, t in zip(self.moving, moved, strict=True):
+            out[i] = t
         return out
 
     def start(self, tensors: Sequence[Leaf]) -> Pending:
@@ -156,7 +153,7 @@ class Bundle:
             present = [s for s in route.slots if tensors[s.index] is not None]
             for slots, dtype in alike(present, [self._wire(tensors[s.index]) for s in present]):
                 shards = [cast(Tensor, tensors[s.index]) for s in slots]
-                running.append(_start_gather(route.stages, slots, shards, dtype))
+                running.append(start_gather(route.stages, slots, shards, dtype))
         for i, move in self._moves.items():
             x = out[i]
             out[i] = None if x is None else move.run(x)
@@ -176,7 +173,7 @@ class Bundle:
             present = [s for s in route.slots if grads[s.index] is not None]
             for slots, dtype in alike(present, [_sum_dtype(grads[s.index]) for s in present]):
                 whole = [cast(Tensor, grads[s.index]) for s in slots]
-                running.append(_start_scatter(route.stages, slots, whole, dtype))
+                running.append(start_scatter(route.stages, slots, whole, dtype))
                 for slot in slots:
                     out[slot.index] = None  # what travels is a copy
         for i, move in self._moves.items():
@@ -235,13 +232,20 @@ class _Op:
     turned: bool = False
 
     def run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return self.start(tensors)()
+
+    def start(self, tensors: Sequence[Tensor]) -> Callable[[], tuple[Tensor, ...]]:
         bundle = self.bundle
         leaves: list[Leaf] = [None] * len(bundle.srcs)
         for i, t in zip(bundle.moving, tensors, strict=True):
             leaves[i] = t
         pending = bundle.start_transpose(leaves, self.dtypes) if self.turned else bundle.gather(leaves)
-        done = pending.wait()
-        return tuple(cast(Tensor, done[i]) for i in bundle.moving)
+
+        def finish() -> tuple[Tensor, ...]:
+            done = pending.wait()
+            return tuple(cast(Tensor, done[i]) for i in bundle.moving)
+
+        return finish
 
     def zeros(self, like: Tensor, index: int) -> Tensor:
         slot = self.bundle.slot_of(self.bundle.moving[index])
@@ -257,41 +261,3 @@ class _Op:
 def _sum_dtype(t: Leaf) -> torch.dtype:
     assert t is not None
     return sum_dtype(t.dtype)
-
-
-def _start_gather(
-    stages: Stages, slots: Sequence[Slot], shards: Sequence[Tensor], dtype: torch.dtype
-) -> tuple[Sequence[Slot], Pending]:
-    """Leaves whose parts, one after the other, are the leaf travel as they are; others in one flat buffer."""
-    if len(stages) == 1 and all(s.in_order for s in slots):
-        started = gather_each([t.to(dtype).contiguous() for t in shards], stages[0])
-        return slots, Pending(lambda: [_ops.wait_tensor(t) for t in started])
-    flat = pack_shards(slots, shards, dtype)
-    work = gather_flat(flat, stages[-1])
-
-    def finish() -> list[Leaf]:
-        buffer = _ops.wait_tensor(work)
-        for stage in reversed(stages[:-1]):
-            buffer = _ops.wait_tensor(gather_flat(buffer, stage))
-        return list(unpack_full(slots, buffer.view(-1, flat.numel())))
-
-    return slots, Pending(finish)
-
-
-def _start_scatter(
-    stages: Stages, slots: Sequence[Slot], whole: Sequence[Tensor], dtype: torch.dtype
-) -> tuple[Sequence[Slot], Pending]:
-    """The mirror of `_start_gather`."""
-    if len(stages) == 1 and all(s.in_order for s in slots):
-        started = scatter_each([t.to(dtype).contiguous() for t in whole], stages[0])
-        return slots, Pending(lambda: [_ops.wait_tensor(t) for t in started])
-    buffer = pack_full(slots, whole, dtype)
-    work = scatter_flat(buffer, stages[0])
-
-    def finish() -> list[Leaf]:
-        flat = _ops.wait_tensor(work)
-        for stage in stages[1:]:
-            flat = _ops.wait_tensor(scatter_flat(flat, stage))
-        return list(unpack_shards(slots, flat.view(-1)))
-
-    return slots, Pending(finish)

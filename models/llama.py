@@ -17,7 +17,7 @@ from usp import Shard, linear_cross_entropy, scan
 from usp.mesh import P, Table, axis_sizes, redistribute
 from usp.models.block import block
 from usp.models.config import LlamaConfig
-from usp.models.gather import in_use, layer_bundle
+from usp.models.gather import Coming, in_use, layer_bundle
 from usp.models.options import Options, check_options
 from usp.models.params import Mesh, Params
 from usp.models.parts import local_parts
@@ -32,8 +32,9 @@ def _hidden(
     table: Table,
     mesh: Mesh,
     options: Options,
+    coming: Coming,
 ) -> Tensor:
-    """What the last layer leaves, placed as table.residual."""
+    """What the last layer leaves, placed as table.residual; `coming` is on its way by then."""
     shape = (shard.orig[0], shard.seq_len, cfg.hidden_size)
     positions = redistribute(
         shard.positions, table.tokens, P(*table.attn_x.dims[:2]), mesh, shape=shape[:2]
@@ -56,8 +57,15 @@ def _hidden(
         group=options.get("group", 1),
         offload=options.get("offload", "none"),
         arena=options.get("arena"),
-        gather=layer_bundle(cfg, table, mesh, options.get("dtype")),
+        gather=coming.behind(layer_bundle(cfg, table, mesh, options.get("dtype"))),
     )  # fmt: skip
+
+
+def _stored(options: Options) -> bool:
+    """Whether no layer is run again: then no gather of the backward stands behind the head's gradient, and
+    the peak of memory is the loss, not a layer."""
+    remat = options.get("remat", "none")
+    return remat == "none" or set(remat) == {"none"}
 
 
 def _normed(
@@ -87,9 +95,10 @@ def hidden(
     """
     check_options(params, shard, cfg, table=table, mesh=mesh, options=options)
     dtype = options.get("dtype")
+    coming = Coming(params, ("norm",), cfg, table, mesh, dtype, late=_stored(options))
     (embed_VD,) = in_use(params, ("embed",), cfg, table, mesh, dtype)
-    x_BSD = _hidden(params, embed_VD, shard, cfg, table, mesh, options)
-    (norm_D,) = in_use(params, ("norm",), cfg, table, mesh, dtype)
+    x_BSD = _hidden(params, embed_VD, shard, cfg, table, mesh, options, coming)
+    (norm_D,) = coming.arrive()
     return _normed(x_BSD, norm_D, shard, cfg, table, mesh, options.get("compile", False))
 
 
@@ -102,10 +111,11 @@ def hidden_and_head(
     """
     check_options(params, shard, cfg, table=table, mesh=mesh, options=options)
     dtype = options.get("dtype")
-    (embed_VD,) = in_use(params, ("embed",), cfg, table, mesh, dtype)  # also when it is the head too
-    x_BSD = _hidden(params, embed_VD, shard, cfg, table, mesh, options)
     names = ("norm",) if params.lm_head is None else ("norm", "lm_head")
-    norm_D, *head = in_use(params, names, cfg, table, mesh, dtype)
+    coming = Coming(params, names, cfg, table, mesh, dtype, late=_stored(options))
+    (embed_VD,) = in_use(params, ("embed",), cfg, table, mesh, dtype)  # also when it is the head too
+    x_BSD = _hidden(params, embed_VD, shard, cfg, table, mesh, options, coming)
+    norm_D, *head = coming.arrive()
     x_BSD = _normed(x_BSD, norm_D, shard, cfg, table, mesh, options.get("compile", False))
     return x_BSD, head[0] if head else embed_VD
 

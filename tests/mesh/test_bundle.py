@@ -12,6 +12,7 @@ from torch.func import grad, jvp, vjp, vmap
 
 from tests.mesh.cases import Sizes, assert_stands_for, dense, mesh_of, outside, shard
 from tests.pool import Pool
+from usp import value_and_grad
 from usp.mesh import P, dual, redistribute
 from usp.mesh.bundle import Bundle
 
@@ -83,6 +84,54 @@ class Problem:
             assert y is not None
             total = total + (c * y**3).sum()
         return total
+
+    def apart(self, late: bool, *x: Tensor) -> Tensor:
+        """As `loss`, by a departure and an arrival."""
+        journey, number = self.bundle.depart(x, late=late)
+        terms = []
+        for c, y in zip(self.c, self.bundle.arrive(x, journey, number), strict=True):
+            assert y is not None
+            terms.append((c * y**3).sum())
+        return torch.stack(terms).sum()
+
+
+def in_two_halves(case: str, late: bool, world: int = 4) -> None:
+    """Gradients and, by plain autograd, Hessian products; a graph that is gone through twice."""
+    with patch("torch.distributed.get_world_size", return_value=world):
+        p = Problem(case)
+    if p.out:
+        return
+
+    def loss(*x: Tensor) -> Tensor:
+        return p.apart(late, *x)
+
+    numbers = tuple(range(len(p.x)))
+    with CommDebugMode() as together:
+        grad(p.loss, numbers)(*p.x)
+    with CommDebugMode() as both:
+        by_func = grad(loss, numbers)(*p.x)
+    assert counts(both) == counts(together)
+    _, by_usp = value_and_grad(loss, numbers)(*p.x)
+    leaves = [t.clone().requires_grad_() for t in p.x]
+    value = loss(*leaves)
+    twice = [torch.autograd.grad(value, leaves, retain_graph=True) for _ in range(2)]
+    slopes = torch.autograd.grad(value, leaves, create_graph=True)
+    for grads in (by_func, by_usp, *twice, slopes):
+        for g, X, C, src in zip(grads, p.X, p.C, p.srcs, strict=True):
+            assert_stands_for(g.detach(), dual(src, p.mesh), p.mesh, 3 * C * X**2)
+    slope = torch.stack([(g * v).sum() for g, v in zip(slopes, p.v, strict=True)]).sum()
+    for g, X, V, C, src in zip(torch.autograd.grad(slope, leaves), p.X, p.V, p.C, p.srcs, strict=True):
+        assert_stands_for(g, dual(src, p.mesh), p.mesh, 6 * C * X * V)
+
+
+@pytest.mark.parametrize("late", [True, False])
+@pytest.mark.parametrize("case", ["the world", "part", "3 ranks", "two of three axes"])
+def test_a_departure_and_an_arrival(case: str, late: bool, ranks: Pool) -> None:
+    ranks.run(in_two_halves, case, late)
+
+
+def test_halves_of_several_stages(ranks: Pool) -> None:
+    ranks.run(in_two_halves, "the world", True, 8)  # where the mesh is a part of the world, made believe
 
 
 def one_collective(case: str) -> None:
@@ -166,12 +215,13 @@ def narrow(case: str) -> None:
             assert torch.equal(g, torch.full_like(g, 4 * (1 + 2.0**-7)))
     # the same under autograd
     leaves = [t.clone().requires_grad_() for t in p.x]
-    out = [y for y in p.bundle(leaves) if y is not None]
-    by_autograd = torch.autograd.grad(out, leaves, [g.bfloat16() for g in grads])
-    for g, want in zip(by_autograd, seen, strict=True):
-        assert want is not None
-        assert g.dtype == torch.float32
-        assert torch.equal(g, want)
+    for used in (p.bundle(leaves), p.bundle.arrive(leaves, *p.bundle.depart(leaves, late=True))):
+        out = [y for y in used if y is not None]
+        by_autograd = torch.autograd.grad(out, leaves, [g.bfloat16() for g in grads])
+        for g, want in zip(by_autograd, seen, strict=True):
+            assert want is not None
+            assert g.dtype == torch.float32
+            assert torch.equal(g, want)
 
 
 def test_narrow_on_the_wire_wide_in_the_sum(ranks: Pool) -> None:
