@@ -10,12 +10,11 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from usp.adamw import Leaf, suits, update_large
 from usp.arena import Arena
 from usp.mesh import MeshLike, P, dual, redistribute, replicas
 from usp.mesh.devices import axis_sizes
 from usp.side import Side
-
-_Leaf = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # parameter, gradient, both moments, updates made
 
 
 class AdamWState(NamedTuple):
@@ -55,39 +54,56 @@ def adamw_update(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     grad_scale: Tensor | None = None,
+    compiled: bool | None = None,
 ) -> tuple[Any, AdamWState]:
-    """One AdamW step on local shards, by torch's fused kernel. The arguments' memory holds the results.
+    """One AdamW step on local shards. The memory of `params` and `state` holds the results.
 
     Decay is decoupled (Loshchilov and Hutter, arXiv 1711.05101) and applies to matrices only, not to 1-D
-    leaves. `grad_scale`, a scalar on the device, multiplies the gradients (`clip_scale`), in place and in the
-    same pass. Does not communicate: gradients must already be at rest, whole sums
-    (`reduce_grads`).
+    leaves. `grad_scale`, a scalar on the device, multiplies the gradients (`clip_scale`) in the same pass;
+    what `grads` holds afterwards is not said. `compiled`: large leaves by a compiled pass (`usp.adamw`), the
+    others by torch's fused kernel; None: on a GPU. Does not communicate: gradients must already be at rest,
+    whole sums (`reduce_grads`).
     """
-    inverse = None if grad_scale is None else grad_scale.float().reciprocal()  # the kernel divides by it
-    options = {"grad_scale": inverse, "beta1": betas[0], "beta2": betas[1], "lr": lr, "eps": eps}
+    options: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "grad_scale": grad_scale}
     for decay, chosen in ((weight_decay, _matrices), (0.0, _vectors)):
         trees = (params, grads, state.exp_avg, state.exp_avg_sq, state.steps)
-        leaves = list(zip(*(chosen(params, tree) for tree in trees), strict=True))
+        leaves = [Leaf(*leaf) for leaf in zip(*(chosen(params, tree) for tree in trees), strict=True)]
         away = [leaf for leaf in leaves if _away(leaf)]
         here = [leaf for leaf in leaves if not _away(leaf)]
         if here:
-            _update(here, weight_decay=decay, **options)
+            _update(here, weight_decay=decay, compiled=compiled, **options)
         if away:
-            _update_visiting(away, weight_decay=decay, **options)
+            _update_visiting(away, weight_decay=decay, compiled=compiled, **options)
     return params, state
 
 
-def _away(leaf: _Leaf) -> bool:
-    return leaf[2].device != leaf[0].device
+def _away(leaf: Leaf) -> bool:
+    return leaf.m.device != leaf.p.device
 
 
-def _update(leaves: Sequence[_Leaf], **options: Any) -> None:
-    """Of all leaves at once. The kernel walks memory, not strides: a transposed gradient would be applied to
-    the wrong entries."""
-    grads = [leaf[1].contiguous() for leaf in leaves]
+def _update(leaves: Sequence[Leaf], *, compiled: bool | None, **options: Any) -> None:
+    large: list[Leaf] = []
+    rest: list[Leaf] = []
+    for leaf in leaves:
+        wanted = leaf.p.device.type == "cuda" if compiled is None else compiled
+        (large if wanted and suits(leaf) else rest).append(leaf)
+    if large:
+        update_large(large, **options)
+    if rest:
+        _update_fused(rest, **options)
+
+
+def _update_fused(
+    leaves: Sequence[Leaf], *, betas: tuple[float, float], grad_scale: Tensor | None, **options: Any
+) -> None:
+    """Of all leaves at once, by torch's kernel. It walks memory, not strides: a transposed gradient would be
+    applied to the wrong entries."""
+    options |= {"beta1": betas[0], "beta2": betas[1]}
+    options["grad_scale"] = None if grad_scale is None else grad_scale.float().reciprocal()  # it divides
+    grads = [leaf.grad.contiguous() for leaf in leaves]
     kept = [[leaf[place] for leaf in leaves] for place in (0, 2, 3)]
     p, m, v = ([t.contiguous() for t in tensors] for tensors in kept)
-    steps = [leaf[4] for leaf in leaves]
+    steps = [leaf.steps for leaf in leaves]
     adamw(p, grads, m, v, [], steps, fused=True, amsgrad=False, maximize=False, **options)
     for tensors, updated in zip(kept, (p, m, v), strict=True):
         for tensor, new in zip(tensors, updated, strict=True):
@@ -95,16 +111,16 @@ def _update(leaves: Sequence[_Leaf], **options: Any) -> None:
                 tensor.copy_(new)
 
 
-def _update_visiting(leaves: Sequence[_Leaf], **options: Any) -> None:
+def _update_visiting(leaves: Sequence[Leaf], **options: Any) -> None:
     """Moments come to the parameter's device and go back beside the updates: the next leaf's on their way
     while this one's are used. The host does not wait; the current stream has them back when this is done."""
-    side = Side(leaves[0][0].device)
+    side = Side(leaves[0].p.device)
 
-    def fetch(leaf: _Leaf) -> tuple[Tensor, Tensor, Any]:
-        m, v = torch.empty_like(leaf[0]), torch.empty_like(leaf[0])
+    def fetch(leaf: Leaf) -> tuple[Tensor, Tensor, Any]:
+        m, v = torch.empty_like(leaf.p), torch.empty_like(leaf.p)
         with side.run(m, v):
-            m.copy_(leaf[2], non_blocking=True)
-            v.copy_(leaf[3], non_blocking=True)
+            m.copy_(leaf.m, non_blocking=True)
+            v.copy_(leaf.v, non_blocking=True)
         return m, v, side.mark()
 
     coming = fetch(leaves[0])
@@ -113,7 +129,7 @@ def _update_visiting(leaves: Sequence[_Leaf], **options: Any) -> None:
         if place + 1 < len(leaves):
             coming = fetch(leaves[place + 1])
         side.join(mark=mark)
-        _update([(p, grad, m, v, steps)], **options)
+        _update([Leaf(p, grad, m, v, steps)], **options)
         with side.run(m, v):
             m_host.copy_(m, non_blocking=True)
             v_host.copy_(v, non_blocking=True)

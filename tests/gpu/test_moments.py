@@ -35,7 +35,8 @@ def test_moments_visit() -> None:
         torch.cuda.reset_peak_memory_stats()
         adamw_update(other, grads, away, lr=0.01, weight_decay=0.1)
         peak = torch.cuda.max_memory_allocated() - before
-        assert peak <= 4 * params["0"].nbytes  # both moments of the leaf that is used and of the next
+        # both moments of the leaf that is used and of the next, and the numbers that the step goes by
+        assert peak <= 4 * params["0"].nbytes + 4096
         torch.cuda.current_stream().synchronize()  # which has the moments back on the host
         for name in params:
             assert torch.equal(params[name], other[name])

@@ -257,7 +257,6 @@ def test_a_scale_on_the_way_in_is_a_scaled_gradient() -> None:
         for _ in range(2):
             own = {k: g.clone() for k, g in given.items()}
             adamw_update(mine, own, state, lr=0.1, weight_decay=0.1, grad_scale=factor)
-            assert all(torch.equal(own[k], g * scale) for k, g in grads.items())  # written over
         results.append(mine)
     for name in params:
         assert torch.equal(results[0][name], results[1][name])
