@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from usp.optim import clip_scale, local_norms, norm_of_all
 from usp.state import Saver
 from usp.tools import text
 from usp.tools.config import Train
+from usp.tools.garbage import frozen
 from usp.tools.metrics import Metrics, peak_memory_gb
 from usp.tools.ranks import Ranks
 from usp.tools.resume import State, save
@@ -68,7 +70,10 @@ def make_step(
         updated = cfg.on_nan != "skip" or bool(torch.isfinite(loss) & torch.isfinite(norm))
         if updated:
             scale = clip_scale(norm, cfg.max_norm) if cfg.max_norm else None
-            adamw_update(params, grads, state, lr=lr, weight_decay=cfg.weight_decay, grad_scale=scale)
+            adamw_update(
+                params, grads, state, lr=lr, weight_decay=cfg.weight_decay, grad_scale=scale,
+                compiled=options["compile"],
+            )  # fmt: skip
         return StepResult(loss, norm, torch.stack(norms), updated)
 
     return step
@@ -109,6 +114,7 @@ def run_steps(
     waiting: list[Waiting] = []
     stop.ask()
     began, skipped, stopping = time.perf_counter(), 0, stop.agreed()
+    settled, first = ExitStack(), state.step + 1
     try:
         while state.step < cfg.steps and not stopping:
             step = state.step + 1
@@ -118,6 +124,8 @@ def run_steps(
             result = step_fn(state.params, state.optimizer, batch, learning_rate(cfg, step))
             state = state._replace(step=step, updates=state.updates + result.updated)
             waiting.append(Waiting(step, text.num_tokens(batch), result))
+            if step == first:  # by now everything is compiled
+                settled.enter_context(frozen())
             skipped = 0 if result.updated else skipped + 1
             stopping = stop.agreed()
             last = stopping or step == cfg.steps
@@ -132,6 +140,7 @@ def run_steps(
         ranks.doing(f"saving step {state.step}")
         ranks.checked(saver.wait)
     finally:
+        settled.close()
         bar.close()
         if metrics is not None:
             metrics.close()

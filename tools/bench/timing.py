@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from usp.tools.bench.job import Row
+from usp.tools.garbage import frozen
 
 SHORT = (4096, 6144)  # tokens of a rank: with two lengths everything is compiled for any
 AHEAD = 40_000_000  # cycles of nothing, about 20 ms, in which the host gets ahead of the device
@@ -67,15 +68,16 @@ def measure(step: Callable[[], Tensor], *, steps: int, warmup: int, device: torc
         loss = step()
         wait(device)
         first = time.perf_counter() - began if i == 0 else first
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    together(device)
-    began = time.perf_counter()
-    for _ in range(steps):
-        loss = step()
-    host = (time.perf_counter() - began) / steps
-    wait(device)
-    seconds = (time.perf_counter() - began) / steps
+    with frozen():
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        together(device)
+        began = time.perf_counter()
+        for _ in range(steps):
+            loss = step()
+        host = (time.perf_counter() - began) / steps
+        wait(device)
+        seconds = (time.perf_counter() - began) / steps
     peak, reserved = 0.0, 0.0
     if device.type == "cuda":
         peak, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
