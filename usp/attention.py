@@ -101,7 +101,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        q, k, v, sinks, ctx.mask, ctx.place, ctx.kernel, _ = inputs
+        q, k, v, sinks, ctx.mask, ctx.place, ctx.kernel, kept = inputs
+        ctx.last_use = None if kept is None else kept.last_use()
         ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)  # no zeros for gradients of what only the backward reads
         ctx.save_for_backward(q, k, v, sinks, *output)
@@ -113,6 +114,8 @@ class _Attention(torch.autograd.Function):
         q, k, v, sinks, o, lse = ctx.saved_tensors
         args = (grads[0], q, k, v, sinks, o, lse, ctx.mask, ctx.place, ctx.kernel)
         dq, dk, dv, *d_sinks = _AttentionBackward.apply(*args)  # type: ignore[no-untyped-call]
+        if ctx.last_use is not None:
+            ctx.last_use()
         return dq, dk, dv, d_sinks[0] if d_sinks else None, None, None, None, None
 
     @staticmethod

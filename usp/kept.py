@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -18,34 +19,65 @@ class Kept:
     recorded tensors when the scan runs the block again; the function is not called then. A block must make
     the same calls in every run. What is recorded belongs to what the scan saves (or offloads); it is never
     differentiated: record where the derivative is written by hand, inside an autograd.Function's forward.
-    recording=False: every run computes everything.
+    recording=False: every run computes everything. `go_on`: what `last_use` puts off.
     """
 
-    def __init__(self, *, recording: bool = True, value_unused: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        recording: bool = True,
+        value_unused: bool = False,
+        own_grad: bool = False,
+        go_on: Callable[[], None] | None = None,
+    ) -> None:
         self.tensors: list[Tensor] = []
         self.trees: list[tuple[pytree.TreeSpec, tuple[Any, ...]]] = []
         self.value_unused = value_unused
         """True in the run that only prepares the gradient: the value that the block returns is not read, so
         what is only added to it need not be computed (its gradient must still flow)."""
+        self.own_grad = own_grad
+        """True where the gradient of that value is the scan's own: what alone reads it may write over it."""
         self._recording, self._replaying = recording, False
-        self._calls = self._place = 0
+        self._calls = 0
+        self._ready: deque[Callable[[], Tensor]] = deque()
+        self._go_on, self._awaited = go_on, 0
 
     @classmethod
     def replay(
         cls,
-        tensors: Sequence[Tensor],
+        ready: Sequence[Callable[[], Tensor]],
         trees: Sequence[tuple[pytree.TreeSpec, tuple[Any, ...]]],
         *,
         value_unused: bool = False,
+        own_grad: bool = False,
+        go_on: Callable[[], None] | None = None,
     ) -> Kept:
-        """A record to read from, any number of times: each run of the block takes a new one."""
-        kept = cls(value_unused=value_unused)
-        kept.tensors, kept.trees, kept._replaying = list(tensors), list(trees), True
+        """A record to read from once, each tensor by a call that waits for it; what was read is let go."""
+        kept = cls(value_unused=value_unused, own_grad=own_grad, go_on=go_on)
+        kept._ready, kept.trees, kept._replaying = deque(ready), list(trees), True
         return kept
 
     @property
     def replaying(self) -> bool:
         return self._replaying
+
+    def last_use(self) -> Callable[[], None]:
+        """To be called when the backward has read what was kept for the last time.
+
+        The scan fetches what the next layer needs then, and not while the memory is needed here. Without a
+        call of `last_use` it does so before the backward.
+        """
+        self._awaited += 1
+        return self._used
+
+    def prepared(self) -> None:
+        """The run is done, its backward comes."""
+        if not self._awaited and self._go_on is not None:
+            self._go_on()
+
+    def _used(self) -> None:
+        self._awaited -= 1
+        self.prepared()
 
     def get(self, compute: Callable[[], T]) -> T:
         """`compute()`, a pytree of tensors and other values, or what it returned in the forward pass."""
@@ -67,8 +99,7 @@ class Kept:
         leaves = []
         for other in others:
             if other is None:
-                leaves.append(self.tensors[self._place])
-                self._place += 1
+                leaves.append(self._ready.popleft()())
             else:
                 leaves.append(other[0])
         result: T = pytree.tree_unflatten(leaves, spec)

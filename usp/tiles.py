@@ -15,7 +15,13 @@ from usp.scan.closure import check_no_grad, held
 
 
 def tiled(
-    fn: Callable[[Tensor, Any], Tensor], x: Tensor, weights: Any, *, tile: int, value: bool = True
+    fn: Callable[[Tensor, Any], Tensor],
+    x: Tensor,
+    weights: Any,
+    *,
+    tile: int,
+    value: bool = True,
+    own_grad: bool = False,
 ) -> Tensor:
     """fn(x, weights), where fn treats every token alike: x [..., D] -> [..., E].
 
@@ -23,8 +29,9 @@ def tiled(
     of tiles depends on shapes alone, so ranks cannot disagree. Nothing but x and `weights`, a pytree of
     tensors in use, is kept: the backward runs fn again, tile by tile, and sums the gradients of weights in
     float32 or wider. value=False, for E = D, leaves the result zero: for a re-run of which only the gradient
-    counts. First derivatives in reverse mode only. Communicates what fn does, once more in the backward. The
-    idea: ALST's tiled MLP (arXiv 2506.13996). Raises ValueError when fn holds a tensor that needs a gradient.
+    counts. own_grad=True: nobody else reads the result's gradient, and x's is written over it, tile by tile.
+    First derivatives in reverse mode only. Communicates what fn does, once more in the backward. The idea:
+    ALST's tiled MLP (arXiv 2506.13996). Raises ValueError when fn holds a tensor that needs a gradient.
     """
     if tile < 1:
         raise ValueError(f"tile={tile} must be at least 1. Give the number of tokens per tile.")
@@ -32,7 +39,7 @@ def tiled(
         check_no_grad("fn", held(fn))
     leaves, tree = pytree.tree_flatten(weights)
     flat = x.reshape(-1, x.shape[-1])
-    out: Any = _Tiled.apply(_Job(fn, tree, tile, value), flat, *leaves)  # type: ignore[no-untyped-call]
+    out: Any = _Tiled.apply(_Job(fn, tree, tile, value, own_grad), flat, *leaves)  # type: ignore[no-untyped-call]
     return cast(Tensor, out.view(*x.shape[:-1], out.shape[-1]))
 
 
@@ -42,6 +49,7 @@ class _Job:
     tree: pytree.TreeSpec
     tile: int
     value: bool
+    own_grad: bool
     autocast: Autocast = field(default_factory=Autocast)
     random: Random | None = None
 
@@ -99,7 +107,10 @@ class _TiledBackward(torch.autograd.Function):
     def forward(
         job: _Job, want_x: bool, want: list[bool], grad: Tensor, x_TD: Tensor, *leaves: Any
     ) -> tuple[Tensor, ...]:
-        grad_x = torch.empty_like(x_TD) if want_x else None
+        grad_x: Tensor | None = None
+        if want_x:
+            alike = grad.is_contiguous() and (grad.shape, grad.dtype) == (x_TD.shape, x_TD.dtype)
+            grad_x = grad.detach() if job.own_grad and alike else torch.empty_like(x_TD)
         sums: list[Tensor] = []
         chosen = [t for t, w in zip(leaves, want, strict=True) if w]
         assert job.random is not None

@@ -99,6 +99,37 @@ def test_equals_dense_float64(name: str, case: str, heads: str) -> None:
     check((o, lse, *grads), wanted(x, segments))
 
 
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        (name, case)
+        for name in CUDA_KERNELS
+        for case in ("causal", "causal, not a multiple", "packed", "window")
+        if CASES[case].features <= KERNELS[name].features
+    ],
+)
+def test_views_of_one_buffer(name: str, case: str) -> None:
+    """q, k, v side by side in each row, as one all-to-all brings them; do and o with gaps between rows."""
+    segments = CASES[case]
+    kernel = pick(name, segments)
+    (num, num_kv), size = HEADS["grouped"], 64
+    x = inputs(segments, (num, num_kv), size)
+    q, k, v, do = x
+    rows = q.shape[0]
+    buffer = torch.cat([t.flatten(1) for t in (q, k, v, do)], 1)
+    parts = buffer.split([num * size, num_kv * size, num_kv * size, num * size], 1)
+    q, k, v, do = (p.view(rows, -1, size) for p in parts)
+    assert not any(t.is_contiguous() for t in (q, k, v, do))
+    alike = do[:1].expand_as(do)
+    with torch.no_grad():
+        o, lse = kernel.forward(q, k, v, segments)
+        apart = torch.stack([o, o], 1)[:, 0]
+        grads = kernel.backward(do, q, k, v, apart, lse, segments)
+        of_one_row = kernel.backward(alike, q, k, v, apart, lse, segments)
+    check((o, lse, *grads), wanted(x, segments))
+    check((o, lse, *of_one_row), wanted([q, k, v, alike], segments))
+
+
 @pytest.mark.parametrize("sizes", [(128, 128), (80, 80), (192, 128), (256, 256), (64, 32), (40, 50)])
 @pytest.mark.parametrize("name", CUDA_KERNELS)
 def test_head_sizes(name: str, sizes: tuple[int, int]) -> None:

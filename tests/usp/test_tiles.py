@@ -137,6 +137,28 @@ def test_a_re_run_whose_value_is_not_read() -> None:
     assert close(got[1]["down"], want[1]["down"])
 
 
+def test_the_gradient_of_the_input_over_that_of_the_result() -> None:
+    def square(x: Tensor, w: Any) -> Tensor:
+        return mlp(x, w)[..., :DIM]
+
+    x, w, c = normal(2, 5, DIM, seed=9), weights(), normal(2, 5, DIM, seed=8)
+    want = grad(lambda x, w: (c * square(x, w)).sum(), (0, 1))(x, w)
+    for given in (c.clone(), normal(DIM, seed=7).expand(2, 5, DIM)):
+        before, leaf = given.clone(), x.clone().requires_grad_()
+        y = tiled(square, leaf, w, tile=4, own_grad=True)
+        (got,) = torch.autograd.grad(y, leaf, given)
+        written = given.is_contiguous()  # where rows share their memory there is no room
+        assert (got.data_ptr() == given.data_ptr()) == written
+        assert torch.equal(given, before) != written
+        if written:
+            assert close(got, want[0])
+    leaf = x.clone().requires_grad_()
+    (c3,) = torch.autograd.grad(
+        tiled(mlp, leaf, w, tile=4, own_grad=True), leaf, normal(2, 5, DIM + 1, seed=8)
+    )
+    assert c3.shape == x.shape  # another width: no room either
+
+
 def test_refused() -> None:
     x, w = normal(4, DIM, seed=9), weights()
     with pytest.raises(ValueError, match="tile=0 must be at least 1"):

@@ -55,6 +55,12 @@ def _options(segments: Segments) -> dict[str, Any]:
     }
 
 
+def _readable(t: Tensor) -> Tensor:
+    """t, or a copy where its kernels could not read it: whole heads in a row, every row at 16 bytes."""
+    rows = all(stride and stride * t.itemsize % 16 == 0 for stride in t.stride()[:-1])
+    return t if t.stride(-1) == 1 and rows and t.data_ptr() % 16 == 0 else t.contiguous()
+
+
 def _boundaries(segments: Segments, device: torch.device) -> dict[str, Any]:
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
     return dict(zip(names, bounds(segments, device), strict=True))
@@ -107,11 +113,11 @@ def _backward_op(
     segments = Segments(tuple(cu_q), tuple(cu_k), left, right, scale, softcap)
     run, options, batch = _package()._flash_attn_bwd, _options(segments), num_batch(segments)
     options["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    x = [_readable(t) for t in (q, k, v, o, do)]  # q, k, v may be views of what one all-to-all brought
     if batch is None:
-        dq, dk, dv = run(q, k, v, o, do, lse.contiguous(), **_boundaries(segments, q.device), **options)
+        dq, dk, dv = run(*x, lse.contiguous(), **_boundaries(segments, q.device), **options)
         return dq, dk, dv
-    x = (batched(t.contiguous(), batch) for t in (q, k, v, o, do))
-    grads = run(*x, lse_batched(lse, batch), **options)
+    grads = run(*(batched(t, batch) for t in x), lse_batched(lse, batch), **options)
     dq, dk, dv = (t.flatten(0, 1) for t in grads)
     return dq, dk, dv
 

@@ -8,11 +8,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from usp.scan.handover import Handover, receiving
 from usp.scan.run import Run, Wanted
 
 
 def apply_scan(run: Run, x: Tensor, leaves: Sequence[Any], consts: Sequence[Any]) -> Tensor:
-    return cast(Tensor, _Scan.apply(run, len(leaves), x, *leaves, *consts)[0])  # type: ignore[no-untyped-call]
+    y, *_ = cast("tuple[Tensor, ...]", _Scan.apply(run, len(leaves), x, *leaves, *consts))  # type: ignore[no-untyped-call]
+    return receiving(y, run.arrived)
 
 
 class _Scan(torch.autograd.Function):
@@ -46,8 +48,10 @@ class _Scan(torch.autograd.Function):
         if grads_out[0] is None or not (want_x or any(want)):
             return (None,) * (3 + len(rest))
         wanted = Wanted(want_x, ctx.run.split(want))
+        # an argument would be held until the last layer is done
+        grad = None if ctx.run.arrived.grad is not None else grads_out[0]
         grads = _ScanBackward.apply(  # type: ignore[no-untyped-call]
-            ctx.run, ctx.num_leaves, ctx.num_saved, wanted, grads_out[0], *saved[: ctx.num_saved], *rest
+            ctx.run, ctx.num_leaves, ctx.num_saved, wanted, grad, *saved[: ctx.num_saved], *rest
         )
         found = iter(grads)
         grad_x = next(found) if want_x else None
@@ -60,10 +64,11 @@ class _ScanBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        run: Run, num_leaves: int, num_saved: int, wanted: Wanted, grad: Tensor, *tensors: Any
+        run: Run, num_leaves: int, num_saved: int, wanted: Wanted, grad: Tensor | None, *tensors: Any
     ) -> tuple[Tensor, ...]:
         saved, rest = tensors[:num_saved], tensors[num_saved:]
-        grad_x, grads = run.backward(grad, saved, rest[:num_leaves], rest[num_leaves:], wanted)
+        handover = Handover(run.arrived.take() if grad is None else grad)
+        grad_x, grads = run.backward(handover, saved, rest[:num_leaves], rest[num_leaves:], wanted)
         found = [grad_x] if wanted.x else []
         return cast("tuple[Tensor, ...]", (*found, *(g for own in grads for g in own if g is not None)))
 

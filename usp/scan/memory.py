@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from usp.arena import Arena, Copied, Copies
+from usp.arena import Arena, Copied, Copies, Lease
 from usp.host import available_bytes
 
 
@@ -21,7 +23,23 @@ class Visit(NamedTuple):
     is_last: bool
 
 
-Stored = tuple[Tensor | None, list[Tensor]]
+class Stored(NamedTuple):
+    """Of one layer: its input, where wanted, and a call for each thing it kept, which waits for it."""
+
+    x: Tensor | None
+    kept: list[Callable[[], Tensor]]
+
+
+class Reader(Protocol):
+    """What was stored, visit by visit."""
+
+    def take(self) -> Stored:
+        """What the next visit needs."""
+        ...
+
+    def ahead(self) -> None:
+        """Fetch what the visit after this one needs, unless that is under way already."""
+        ...
 
 
 class Memory(Protocol):
@@ -36,9 +54,8 @@ class Memory(Protocol):
         """What autograd is to save."""
         ...
 
-    def reader(self, saved: Sequence[Tensor], visits: Sequence[Visit]) -> Iterator[Stored]:
-        """For each visit the layer's input, where wanted, and what it kept. `saved`: the scan's input, where
-        kept by autograd, and the `outputs`."""
+    def reader(self, saved: Sequence[Tensor], visits: Sequence[Visit]) -> Reader:
+        """`saved`: the scan's input, where kept by autograd, and the `outputs`."""
         ...
 
 
@@ -66,10 +83,27 @@ class PlainMemory:
         tensors, self._tensors = self._tensors, []
         return tensors
 
-    def reader(self, saved: Sequence[Tensor], visits: Sequence[Visit]) -> Iterator[Stored]:
-        for layer, with_input, _ in visits:
-            x = saved[self._inputs[layer]] if with_input else None
-            yield x, [saved[n] for n in self._kept[layer]]
+    def reader(self, saved: Sequence[Tensor], visits: Sequence[Visit]) -> Reader:
+        return _Saved(saved, self._inputs, self._kept, visits)
+
+
+class _Saved:
+    def __init__(
+        self,
+        saved: Sequence[Tensor],
+        inputs: Mapping[int, int],
+        kept: Sequence[range],
+        visits: Sequence[Visit],
+    ) -> None:
+        self._saved, self._inputs, self._kept, self._visits = saved, inputs, kept, iter(visits)
+
+    def take(self) -> Stored:
+        layer, with_input, _ = next(self._visits)
+        x = self._saved[self._inputs[layer]] if with_input else None
+        return Stored(x, [partial(self._saved.__getitem__, n) for n in self._kept[layer]])
+
+    def ahead(self) -> None:
+        pass
 
 
 class HostMemory:
@@ -77,20 +111,20 @@ class HostMemory:
 
     A device tensor is let go when its copy is done, in stream order: before a layer runs, the stream waits
     for the copies of the layer before the last, so that two layers' worth at most is under way and the host
-    never waits. The lease on the buffers ends with the first backward, or when the scan is forgotten.
+    never waits. In the backward the next layer's come when this one's have been used: see `Kept.last_use`.
+    The lease on the buffers ends with the first backward, or when the scan is forgotten.
     """
 
     keeps_input = False
 
     def __init__(self, arena: Arena, num_layers: int, group: int) -> None:
         self._arena, self._num_layers, self._group = arena, num_layers, group
-        self._lease = arena.lease()
+        self._lease: Lease | None = arena.lease()
         self._copies: Copies | None = None
         self._inputs: dict[int, Copied] = {}
         self._kept: dict[int, list[Copied]] = {}
-        self._last: Stored = (None, [])
+        self._last: tuple[Tensor | None, list[Tensor]] = None, []
         self._under_way: list[list[tuple[Tensor, Copied]]] = []  # layer by layer
-        self._done = False
 
     def put_input(self, layer: int, x: Tensor | None) -> None:
         self._wait_for(1)
@@ -114,27 +148,20 @@ class HostMemory:
         self._wait_for(0)
         return []
 
-    def reader(self, saved: Sequence[Tensor], visits: Sequence[Visit]) -> Iterator[Stored]:
-        if self._done:
+    def reader(self, saved: Sequence[Tensor], visits: Sequence[Visit]) -> Reader:
+        if self._lease is None:
             raise RuntimeError(
                 "offload='host' keeps what one backward needs. Run the forward again, or use offload='none'."
             )
-        self._done = True
-        try:
-            coming = self._start(visits[0])
-            for n, visit in enumerate(visits):
-                now = coming
-                if n + 1 < len(visits):
-                    coming = self._start(visits[n + 1])
-                if visit.layer == self._num_layers - 1:
-                    yield self._last if visit.with_input else (None, self._last[1])
-                    if visit.is_last:
-                        self._last = None, []
-                else:
-                    tensors = [t.ready() for t in now]
-                    yield (tensors.pop(0) if visit.with_input else None), tensors
-        finally:
-            self._lease.end()
+        lease, self._lease = self._lease, None
+        return _FromHost(self, lease, visits)
+
+    def last(self, visit: Visit) -> Stored:
+        """Of the last layer, which is let go."""
+        x, kept = self._last
+        if visit.is_last:
+            self._last = None, []
+        return Stored(x if visit.with_input else None, [partial(_itself, t) for t in kept])
 
     def _wait_for(self, left: int) -> None:
         """Let go of what was copied, but for the last `left` layers."""
@@ -142,15 +169,19 @@ class HostMemory:
             for _, copied in self._under_way.pop(0):
                 copied.wait()
 
-    def _start(self, visit: Visit) -> list[Copied]:
-        """Copies back to the device, under way."""
-        if visit.layer == self._num_layers - 1:
+    def start(self, visit: Visit) -> list[Copied]:
+        """Copies back to the device, under way: the input, where wanted, and what was kept."""
+        if self.stays(visit):
             return []
-        assert self._copies is not None
         wanted = [self._inputs[visit.layer]] if visit.with_input else []
+        assert self._copies is not None
         return [self._copies.back(c.tensor, c.device) for c in (*wanted, *self._kept[visit.layer])]
 
+    def stays(self, visit: Visit) -> bool:
+        return visit.layer == self._num_layers - 1
+
     def _out(self, t: Tensor) -> Copied:
+        assert self._lease is not None
         if self._copies is None:
             self._copies = self._arena.copies(t.device)
         copied = self._copies.out(t, self._lease.take(t))
@@ -172,3 +203,29 @@ class HostMemory:
                 f"more beside the {self._arena.nbytes} of the arena. Use more ranks on other hosts, a larger "
                 f"group, or remat='full'."
             )
+
+
+class _FromHost:
+    """A backward's copies back, one visit's under way at most. It has the lease, which ends with it."""
+
+    def __init__(self, memory: HostMemory, lease: Lease, visits: Sequence[Visit]) -> None:
+        self._memory, self._lease, self._visits = memory, lease, deque(visits)
+        self._coming: list[Copied] | None = None
+
+    def ahead(self) -> None:
+        if self._coming is None and self._visits:
+            self._coming = self._memory.start(self._visits[0])
+
+    def take(self) -> Stored:
+        self.ahead()
+        assert self._coming is not None
+        visit, copies = self._visits.popleft(), self._coming
+        self._coming = None
+        if self._memory.stays(visit):
+            return self._memory.last(visit)
+        x = copies.pop(0).ready() if visit.with_input else None
+        return Stored(x, [c.ready for c in copies])
+
+
+def _itself(t: Tensor) -> Tensor:
+    return t

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from usp.kept import Kept
 from usp.scan.ambient import Autocast, Random
+from usp.scan.handover import Handover, pull
 from usp.scan.memory import Memory, Visit
 
 Leaf = Tensor | None
@@ -63,6 +64,8 @@ class Run:
     autocast: Autocast = field(default_factory=Autocast)
     random: list[Random] = field(default_factory=list)
     kept_trees: list[Any] = field(default_factory=list)
+    arrived: Handover = field(default_factory=Handover)
+    """The gradient of the result, in the backward."""
 
     def split(self, flat: Sequence[Any]) -> list[list[Any]]:
         """The leaves of all layers in a row -> layer by layer."""
@@ -91,51 +94,55 @@ class Run:
 
     def backward(
         self,
-        grad: Tensor,
+        handover: Handover,
         saved: Sequence[Tensor],
         flat: Sequence[Any],
         consts: Sequence[Any],
         wanted: Wanted,
     ) -> tuple[Tensor | None, list[list[Leaf]]]:
-        """Gradients of x and, layer by layer, of the leaves that want one."""
+        """Gradients of x and, layer by layer, of the leaves that want one. `handover`: that of the result."""
         layers = self.split(flat)
         visits = self._visits(len(layers), wanted.first())
         weights = self.ahead(layers, [visit.layer for visit in visits])
         memory = self.memory.reader(saved, visits)
         inputs: dict[int, Tensor] = {}
         grads: list[list[Leaf]] = [[None] * count for count in self.num_leaves]
-        grad_x: Tensor | None = grad
         coming: tuple[int, Pending] | None = None
-        for i, with_input, is_last in visits:
+        for i, _, is_last in visits:
             leaves = next(weights)
-            stored, results = next(memory)
-            if with_input:
-                assert stored is not None
-                inputs[i] = stored
+            stored = memory.take()
+            if stored.x is not None:
+                inputs[i] = stored.x
+            own, go_on = is_last and handover.own, memory.ahead
             if self.recording:
-                kept = Kept.replay(results, self.kept_trees[i], value_unused=is_last)
+                kept = Kept.replay(
+                    stored.kept, self.kept_trees[i], value_unused=is_last, own_grad=own, go_on=go_on
+                )
             else:
-                kept = Kept(recording=False, value_unused=is_last)
+                kept = Kept(recording=False, value_unused=is_last, own_grad=own, go_on=go_on)
+            del stored  # so that each goes when it was used
             if not is_last:  # a group's forward, to find the inputs of its layers
+                memory.ahead()
                 with torch.no_grad(), self.random[i].replayed(), self.autocast.entered():
                     inputs[i + 1] = self.call(i, inputs[i], leaves, consts, kept)
                 del leaves
                 continue
-            assert grad_x is not None
             need_x = i > wanted.first() or wanted.x
-            grad_x, own = self._pull(i, inputs.pop(i), leaves, consts, kept, grad_x, need_x, wanted.leaves[i])
-            del leaves, kept, stored, results
+            handover, found = self._pull(
+                i, inputs.pop(i), leaves, consts, kept, handover, need_x, wanted.leaves[i]
+            )
+            del leaves, kept
             if self.gather is None:
-                grads[i] = own
+                grads[i] = found
                 continue
             if coming is not None:
                 grads[coming[0]] = coming[1].wait()
             dtypes = [t.dtype if want else None for t, want in zip(layers[i], wanted.leaves[i], strict=True)]
-            coming = i, self.gather.start_transpose(own, dtypes)
-            del own  # not held while the next layer is gone through
+            coming = i, self.gather.start_transpose(found, dtypes)
+            del found  # not held while the next layer is gone through
         if coming is not None:
             grads[coming[0]] = coming[1].wait()
-        return grad_x, grads
+        return handover.grad, grads
 
     def _pull(
         self,
@@ -144,25 +151,24 @@ class Run:
         leaves: list[Any],
         consts: Sequence[Any],
         kept: Kept,
-        grad: Tensor,
+        handover: Handover,
         need_x: bool,
         want: list[bool],
-    ) -> tuple[Tensor | None, list[Leaf]]:
+    ) -> tuple[Handover, list[Leaf]]:
         """One layer's run with a graph, and its gradients. What it leaves unused has a gradient of zero."""
         with torch.enable_grad(), self.random[i].replayed(), self.autocast.entered():
             x = x.detach().requires_grad_(need_x)
             leaves = [t.detach().requires_grad_() if w else t for t, w in zip(leaves, want, strict=True)]
             y = self.call(i, x, leaves, consts, kept)
+        kept.prepared()
         wrt = [x] * need_x + [t for t, w in zip(leaves, want, strict=True) if w]
         if not wrt:
-            return None, [None] * len(leaves)
-        if y.requires_grad:
-            found = iter(torch.autograd.grad(y, wrt, grad, materialize_grads=True))
-        else:
-            found = iter([torch.zeros_like(t) for t in wrt])
+            return Handover(), [None] * len(leaves)
+        origin = handover.follow()
+        found = iter(pull(y, wrt, handover) if y.requires_grad else [torch.zeros_like(t) for t in wrt])
         del y
-        grad_x = next(found) if need_x else None
-        return grad_x, [next(found) if w else None for w in want]
+        below = origin.handover(next(found)) if need_x else Handover()
+        return below, [next(found) if w else None for w in want]
 
     def call(
         self, i: int, x: Tensor, leaves: list[Any], consts: Sequence[Any], kept: Kept | None = None

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from usp.scan.handover import Handover, pull, receiving
 from usp.scan.run import Leaf, Pending, Run, Wanted
 
 Graph = tuple[Tensor, list[Any], Tensor]  # a block's input, its leaves in use, its result
@@ -16,7 +17,8 @@ Graph = tuple[Tensor, list[Any], Tensor]  # a block's input, its leaves in use, 
 
 def apply_stored(run: Run, x: Tensor, leaves: Sequence[Any], consts: Sequence[Any]) -> Tensor:
     needed = [isinstance(t, Tensor) and t.requires_grad for t in leaves]
-    return cast(Tensor, _Stored.apply(_Job(run, needed), len(leaves), x, *leaves, *consts))  # type: ignore[no-untyped-call]
+    y = cast(Tensor, _Stored.apply(_Job(run, needed), len(leaves), x, *leaves, *consts))  # type: ignore[no-untyped-call]
+    return receiving(y, run.arrived)
 
 
 @dataclass
@@ -58,7 +60,9 @@ class _Stored(torch.autograd.Function):
         if not (want_x or any(want)):
             return none
         wanted = Wanted(want_x, ctx.job.run.split(want))
-        grads = _StoredBackward.apply(ctx.job, wanted, ctx.dtypes, grads_out[0])  # type: ignore[no-untyped-call]
+        # an argument would be held until the last layer is done
+        grad = None if ctx.job.run.arrived.grad is not None else grads_out[0]
+        grads = _StoredBackward.apply(ctx.job, wanted, ctx.dtypes, grad)  # type: ignore[no-untyped-call]
         found = iter(grads)
         grad_x = next(found) if want_x else None
         consts = (None,) * (len(none) - 3 - len(want))
@@ -70,7 +74,7 @@ class _StoredBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        job: _Job, wanted: Wanted, dtypes: list[torch.dtype | None], grad: Tensor
+        job: _Job, wanted: Wanted, dtypes: list[torch.dtype | None], grad: Tensor | None
     ) -> tuple[Tensor, ...]:
         run, graphs = job.run, job.graphs
         if not graphs:
@@ -80,6 +84,7 @@ class _StoredBackward(torch.autograd.Function):
         at_rest = run.split(dtypes[: sum(run.num_leaves)])
         found: list[list[Leaf]] = [[None] * n for n in run.num_leaves]
         coming: tuple[int, Pending] | None = None
+        handover = Handover(run.arrived.take() if grad is None else grad)
         for i in reversed(range(len(graphs))):
             x_in, own, y = graphs.pop()
             want = wanted.leaves[i]
@@ -87,10 +92,11 @@ class _StoredBackward(torch.autograd.Function):
             wrt = [x_in] * need_x + [t for t, w in zip(own, want, strict=True) if w]
             if i < wanted.first() or not wrt:
                 continue
-            grads = iter(torch.autograd.grad(y, wrt, grad, materialize_grads=True))
+            grads = pull(y, wrt, handover)
             del y
-            grad = next(grads) if need_x else grad
-            mine: list[Leaf] = [next(grads) if w else None for w in want]
+            if need_x:
+                handover = Handover(grads.pop(0))  # so that nothing here holds it
+            mine: list[Leaf] = [grads.pop(0) if w else None for w in want]
             if run.gather is None:
                 found[i] = mine
                 continue
@@ -102,7 +108,7 @@ class _StoredBackward(torch.autograd.Function):
         if coming is not None:
             found[coming[0]] = coming[1].wait()
         leaves = [g for layer in found for g in layer if g is not None]
-        return (grad, *leaves) if wanted.x else tuple(leaves)
+        return (handover.take(), *leaves) if wanted.x else tuple(leaves)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
