@@ -55,6 +55,12 @@ def exchange(x: Tensor, group: str, send: Sequence[int], receive: Sequence[int])
     return done.view(x.dtype)
 
 
+def start_exchange(x: Tensor, group: str, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    """As `exchange`; `wait` for it. x must stay as it is until then."""
+    started: Tensor = _ops.all_to_all_single(_bits(x), list(receive), list(send), group)
+    return started.view(x.dtype)
+
+
 def all_gather(x: Tensor, group: str, *, dim: int, length: int, parts: int) -> Tensor:
     """Join the shards of a dimension of `length` cut by the ceil rule over `parts` ranks."""
     front = _pad_front(_bits(x).movedim(dim, 0), -(-length // parts))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import given
@@ -13,13 +15,13 @@ from tests.mesh.cases import mesh_of
 from tests.pool import Pool
 from tests.usp.dense import Watch, normal
 from usp import attention, kernels
-from usp.head_chunks import Projections, chunked_attention, deal_chunks
+from usp.head_chunks import Projections, Range, chunked_attention, deal_chunks
 from usp.heads import deal_heads, heads_to_seq, seq_to_heads
 from usp.mesh import TABLES
 from usp.ring import Ring
 from usp.setting import mask_of
 
-D, H = 6, 4
+D, H, E = 6, 4, 5
 
 
 @given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 5), st.data())
@@ -50,18 +52,29 @@ def test_more_chunks_than_heads_refused() -> None:
         deal_chunks(5, 5, 2, 0)
 
 
-def rows(t: Tensor, ranges: list[tuple[int, int]]) -> Tensor:
-    return torch.cat([t[a * H : b * H] for a, b in ranges])
+def projected(x: Tensor, w: Tensor, num_heads: int) -> Tensor:
+    return (x @ w.T).view(*x.shape[:2], num_heads, H)
 
 
-def make_q(x: Tensor, w: list[Tensor], ranges: list[tuple[int, int]]) -> Tensor:
-    y = x @ rows(w[0], ranges).T
-    return y.view(*y.shape[:2], y.shape[2] // H, H)
+def norm(x: Tensor, w: list[Tensor]) -> Tensor:
+    return x.tanh() * w[4]
 
 
-def make_kv(x: Tensor, w: list[Tensor], ranges: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-    k, v = (x @ rows(t, ranges).T for t in w[1:])
-    return k.view(*k.shape[:2], k.shape[2] // H, H), v.view(*v.shape[:2], v.shape[2] // H, H)
+def turn_q(q: Tensor, w: list[Tensor], tokens: slice) -> Tensor:
+    return q.sin() * w[5]
+
+
+def turn_k(k: Tensor, w: list[Tensor], tokens: slice) -> Tensor:
+    place = torch.arange(tokens.start, tokens.start + k.shape[1])
+    return k * (place % 7 + 1)[:, None, None] / 9
+
+
+def views(w: list[Tensor], q: Sequence[Range], kv: Sequence[Range]) -> tuple[list[Tensor], list[Tensor]]:
+    each = [(w[0], a, b) for a, b in q] + [(t, a, b) for t in w[1:3] for a, b in kv]
+    return [t[a * H : b * H] for t, a, b in each], []
+
+
+MAKE = Projections(norm, views, turn_q, turn_k, reads=True)
 
 
 def by_chunks(
@@ -69,8 +82,7 @@ def by_chunks(
 ) -> Tensor:
     chosen = kernels.choose("tiled", device=x.device, dtype=x.dtype, size=H, v_size=H, features=())
     return chunked_attention(
-        x, w, Projections(make_q, make_kv),  # type: ignore[arg-type]
-        num_heads=heads[0], num_kv_heads=heads[1], num_chunks=num_chunks, v_size=H,
+        x, w, w[3], MAKE, num_heads=heads[0], num_kv_heads=heads[1], num_chunks=num_chunks, size=H, v_size=H,
         mask=mask_of(x.shape[0], seq_len, 1, cu_seqlens=None, scale=0.3), place=Ring(), kernel=chosen,
         table=TABLES["ulysses"], mesh=mesh, seq_len=seq_len,  # type: ignore[arg-type]
     )  # fmt: skip
@@ -78,13 +90,18 @@ def by_chunks(
 
 def at_once(x: Tensor, w: list[Tensor], seq_len: int, mesh: object, heads: tuple[int, int]) -> Tensor:
     there = {"mesh": mesh, "table": TABLES["ulysses"], "seq_len": seq_len}
-    every = [(0, heads[0])], [(0, heads[1])]
-    q, k, v = seq_to_heads(make_q(x, w, every[0]), *make_kv(x, w, every[1]), **there)  # type: ignore[arg-type]
-    return heads_to_seq(attention(q, k, v, scale=0.3, kernel="tiled"), num_heads=heads[0], **there)  # type: ignore[arg-type]
+    h, all_tokens = norm(x, w), slice(0, x.shape[1])
+    q = turn_q(projected(h, w[0], heads[0]), w, all_tokens)
+    k = turn_k(projected(h, w[1], heads[1]), w, all_tokens)
+    q, k, v = seq_to_heads(q, k, projected(h, w[2], heads[1]), **there)  # type: ignore[arg-type]
+    o = heads_to_seq(attention(q, k, v, scale=0.3, kernel="tiled"), num_heads=heads[0], **there)  # type: ignore[arg-type]
+    return o.flatten(2) @ w[3].T
 
 
 def weights(heads: tuple[int, int]) -> list[Tensor]:
-    return [normal(n * H, D, seed=i) for i, n in enumerate((heads[0], heads[1], heads[1]))]
+    """For q, k, v, the result, the norm and what turns q."""
+    shapes = [(n * H, D) for n in (heads[0], heads[1], heads[1])] + [(E, heads[0] * H), (D,), (H,)]
+    return [normal(*shape, seed=i) for i, shape in enumerate(shapes)]
 
 
 def against_unchunked() -> list[str]:
@@ -95,7 +112,7 @@ def against_unchunked() -> list[str]:
     for heads, num_chunks in (((8, 2), 2), ((8, 4), 2), ((9, 3), 3), ((16, 2), 4), ((5, 1), 2), ((3, 3), 1)):
         w = [t.requires_grad_() for t in weights(heads)]
         x = normal(2, 10, D, seed=7).tensor_split([3, 6, 9], 1)[rank].clone().requires_grad_()
-        up = normal(2, 10, heads[0], H, seed=8).tensor_split([3, 6, 9], 1)[rank]
+        up = normal(2, 10, E, seed=8).tensor_split([3, 6, 9], 1)[rank]
         whole = at_once(x, w, 10, mesh, heads)
         want = torch.autograd.grad(whole, [x, *w], up)
         with CommDebugMode() as comm:
@@ -133,7 +150,7 @@ def test_live_memory_falls_with_the_chunks() -> None:
     for num_chunks in (1, 4, 8):
         w = [t.requires_grad_() for t in weights(heads)]
         x = normal(1, seq_len, D, seed=7).requires_grad_()
-        up = normal(1, seq_len, heads[0], H, seed=8)
+        up = normal(1, seq_len, E, seed=8)
         with Watch() as watch:
             out = by_chunks(x, w, num_chunks, seq_len, one, heads)
             forward = watch.peak

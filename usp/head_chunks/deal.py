@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from usp.heads import Deal, deal_heads
@@ -43,3 +44,25 @@ def deal_chunks(num_heads: int, num_kv_heads: int, parts: int, num_chunks: int) 
             sent[rank] = fresh[-1][1]
         chunks.append(Chunk(tuple(own), tuple(fresh)))
     return tuple(chunks)
+
+
+def comes(chunk: Chunk) -> bool:
+    """Whether some rank gets kv heads with it: the same answer everywhere."""
+    return any(stop > start for start, stop in chunk.fresh)
+
+
+def batches(chunks: Sequence[Chunk], c: int, rank: int) -> list[tuple[int, Range]]:
+    """Which chunks brought a rank's kv heads of chunk c, and which of theirs they are: in order."""
+    deal, found = chunks[c].deals[rank], []
+    for j in range(c + 1):
+        start, stop = chunks[j].fresh[rank]
+        a, b = max(start, deal.kv_start), min(stop, deal.kv_stop)
+        if a < b:
+            found.append((j, (a - start, b - start)))
+    return found
+
+
+def needed(chunks: Sequence[Chunk], c: int) -> list[int]:
+    """Chunks whose kv heads some rank attends with in chunk c: the same answer everywhere."""
+    ranks = range(len(chunks[c].deals))
+    return sorted({j for rank in ranks for j, _ in batches(chunks, c, rank)})
