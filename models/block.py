@@ -10,15 +10,16 @@ from typing import TypedDict
 from torch import Tensor
 
 from usp import attention, heads_to_seq, seq_to_heads
-from usp.heads import Deal, trading_axis, wired_to_heads, with_equal_groups
+from usp.heads import Deal, heads_to_ranks, trading_axis, wired_to_heads, with_equal_groups
 from usp.kept import Kept
+from usp.levels import levels
 from usp.mesh import Table, axis_sizes, redistribute
 from usp.models.config import LlamaConfig
-from usp.models.head_chunks import by_chunks
+from usp.models.head_chunks import add_by_chunks
 from usp.models.layout import linear_out
 from usp.models.own_heads import own_heads
 from usp.models.params import Block, Mesh
-from usp.models.parts import Parts, add_linear, local_parts
+from usp.models.parts import Parts, add_linear, add_linear_of_parts, local_parts
 from usp.tiles import tiled
 
 
@@ -59,10 +60,9 @@ def block(
     w, deal = own_heads(w, cfg, table, mesh)
     rope = cos, sin
     if head_chunks > 1:
-        h_BSD = _moved(parts.norm(x_BSD, w.norm_attn), "attn_x", where)
-        o_BSNH = by_chunks(
-            h_BSD, w, rope, cu_seqlens, parts, window=window, kernel=kernel, head_chunks=head_chunks,
-            kept=kept, **where,
+        x_BSD = add_by_chunks(
+            x_BSD, w, rope, cu_seqlens, parts, window=window, kernel=kernel, head_chunks=head_chunks,
+            compiled=compiled, kept=kept, **where,
         )  # fmt: skip
     else:
         q_BSNH, k_BSKH, v_BSKH = _qkv_at_heads(x_BSD, w, rope, deal, parts, where)
@@ -70,11 +70,8 @@ def block(
             q_BSNH, k_BSKH, v_BSKH, table=table, mesh=mesh, cu_seqlens=cu_seqlens, window=window,
             kernel=kernel, kept=kept,
         )  # fmt: skip
-        # [B, S, N@ulysses, H] -> [B, S@ulysses, N, H]: 1 all-to-all
-        o_BSNH = heads_to_seq(o_BSNH, num_heads=cfg.num_heads, mesh=mesh, table=table, seq_len=shape[1])
-    x_BSD = _added(x_BSD, o_BSNH.flatten(-2), w.wo, w.bo, ("attn_x", "wq", "wo"), where)
-    value = kept is None or not kept.value_unused
-    return _mlp(x_BSD, w, parts, mlp_tile, value, where)
+        x_BSD = _added(x_BSD, _back(o_BSNH, where), w.wo, w.bo, ("attn_x", "wq", "wo"), where)
+    return _mlp(x_BSD, w, parts, mlp_tile, kept, where)
 
 
 def _moved(x_BSD: Tensor, column: str, where: Where) -> Tensor:
@@ -104,6 +101,17 @@ def _qkv_at_heads(
     return seq_to_heads(q, k, v, mesh=mesh, table=table, seq_len=seq_len)
 
 
+def _back(o_BSNH: Tensor, where: Where) -> Tensor:
+    """Attention's result where the next product is: 1 all-to-all. A rank's heads joined."""
+    cfg, table, mesh, seq_len = where["cfg"], where["table"], where["mesh"], where["shape"][1]
+    axis = trading_axis(table, mesh)
+    if axis is not None and cfg.num_heads % axis_sizes(mesh)[axis] == 0 and not levels():
+        # [B, S, N@ulysses, H] -> [B, S@ulysses, ranks, N / ranks * H]
+        return heads_to_ranks(o_BSNH, num_heads=cfg.num_heads, mesh=mesh, table=table, seq_len=seq_len)
+    # [B, S, N@ulysses, H] -> [B, S@ulysses, N * H]
+    return heads_to_seq(o_BSNH, num_heads=cfg.num_heads, mesh=mesh, table=table, seq_len=seq_len).flatten(2)
+
+
 def _added(
     x_BSD: Tensor,
     y: Tensor,
@@ -114,18 +122,25 @@ def _added(
     *,
     value: bool = True,
 ) -> Tensor:
-    """x + y @ weight.T + bias, the product placed as its factors leave it and moved to table.residual."""
+    """x + y @ weight.T + bias, the product placed as its factors leave it and moved to table.residual.
+
+    y [B, S, features], or [B, S, parts, features of each] of attention.
+    """
     table = where["table"]
     column, first, second = names
     spec = linear_out(linear_out(getattr(table, column), table.use[first]), table.use[second])
+    if spec == table.residual and y.dim() == 4:
+        return add_linear_of_parts(x_BSD, y, weight, bias)
+    y = y.flatten(2)
     if spec == table.residual:
         return add_linear(x_BSD, y, weight, bias, value=value)
     z_BSD = redistribute(y @ weight.T, spec, table.residual, where["mesh"], shape=where["shape"])
     return x_BSD + (z_BSD if bias is None else z_BSD + bias)
 
 
-def _mlp(x_BSD: Tensor, w: Block, parts: Parts, tile: int | None, value: bool, where: Where) -> Tensor:
-    """x plus the MLP's contribution. `value`: whether the result itself will be read, see `usp.kept`."""
+def _mlp(x_BSD: Tensor, w: Block, parts: Parts, tile: int | None, kept: Kept | None, where: Where) -> Tensor:
+    """x plus the MLP's contribution, the block's result. `kept` says who reads it and its gradient."""
+    value, own_grad = kept is None or not kept.value_unused, kept is not None and kept.own_grad
     table = where["table"]
     names = ("mlp_x", "w_gate", "w_down")
     local = table.residual == table.mlp_x
@@ -138,7 +153,7 @@ def _mlp(x_BSD: Tensor, w: Block, parts: Parts, tile: int | None, value: bool, w
     needed = {"w_gate", "b_gate", "w_up", "b_up", "w_down"} | ({"norm_mlp", "b_down"} if local else set())
     weights = w._replace(**dict.fromkeys(set(Block._fields) - needed))
     if local:  # norm and sum in the tile too: nothing but x and the result is ever whole
-        return tiled(parts.add_mlp, x_BSD, weights, tile=tile, value=value)
+        return tiled(parts.add_mlp, x_BSD, weights, tile=tile, value=value, own_grad=own_grad)
     h_BSD = _moved(parts.norm(x_BSD, w.norm_mlp), "mlp_x", where)
     y_BSD = tiled(parts.mlp, h_BSD, weights, tile=tile, value=value)
     spec = linear_out(linear_out(table.mlp_x, table.use["w_gate"]), table.use["w_down"])

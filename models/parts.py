@@ -8,7 +8,7 @@ stay with the vendor's library. Compiled once for all layers, per model configur
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from usp.head_chunks import Range
 from usp.heads import wire
 from usp.models.config import LlamaConfig
 from usp.models.params import Block
 from usp.models.rope import rope
+from usp.wire import can_wire, to_wire
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
@@ -38,8 +38,8 @@ class Parts(NamedTuple):
     norm_qkv: Callable[[Tensor, Tensor, Block, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     norm_qkv_wire: Callable[[Tensor, Tensor, Block, Tensor, Tensor, int], Tensor]
     """q, k and v as `usp.heads.wire` puts them for so many ranks, written by the kernel that rotates."""
-    q: Callable[[Tensor, Block, Tensor, Tensor], Tensor]
-    kv: Callable[[Tensor, Block, Tensor, Tensor], tuple[Tensor, Tensor]]
+    norm_project: Callable[[Tensor, Tensor, Block], tuple[Tensor, Tensor, Tensor]]
+    """q and k not yet rotated, and v."""
     act: Callable[[Tensor, Block], Tensor]
     """[B, S, D] -> [B, S, F]: silu(gate) * up."""
     norm_act: Callable[[Tensor, Tensor, Block], Tensor]
@@ -60,16 +60,16 @@ def local_parts(cfg: LlamaConfig, compiled: bool) -> Parts:
         y = F.linear(x, weight, bias)
         return y.view(*y.shape[:-1], y.shape[-1] // cfg.head_dim, cfg.head_dim)
 
-    def q(x: Tensor, w: Block, cos: Tensor, sin: Tensor) -> Tensor:
+    def flat_q(x: Tensor, w: Block) -> Tensor:
         q_BSNH = project(x, w.wq, w.bq)
-        return rope(norm(q_BSNH, w.q_norm) if cfg.qk_norm else q_BSNH, cos, sin)
+        return norm(q_BSNH, w.q_norm) if cfg.qk_norm else q_BSNH
 
-    def kv(x: Tensor, w: Block, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def flat_k(x: Tensor, w: Block) -> Tensor:
         k_BSKH = project(x, w.wk, w.bk)
-        return rope(norm(k_BSKH, w.k_norm) if cfg.qk_norm else k_BSKH, cos, sin), project(x, w.wv, w.bv)
+        return norm(k_BSKH, w.k_norm) if cfg.qk_norm else k_BSKH
 
     def qkv(x: Tensor, w: Block, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return q(x, w, cos, sin), *kv(x, w, cos, sin)
+        return rope(flat_q(x, w), cos, sin), rope(flat_k(x, w), cos, sin), project(x, w.wv, w.bv)
 
     def norm_qkv(
         x: Tensor, weight: Tensor, w: Block, cos: Tensor, sin: Tensor
@@ -78,6 +78,10 @@ def local_parts(cfg: LlamaConfig, compiled: bool) -> Parts:
 
     def norm_qkv_wire(x: Tensor, weight: Tensor, w: Block, cos: Tensor, sin: Tensor, parts: int) -> Tensor:
         return wire(norm_qkv(x, weight, w, cos, sin), parts)
+
+    def norm_project(x: Tensor, weight: Tensor, w: Block) -> tuple[Tensor, Tensor, Tensor]:
+        x = norm(x, weight)
+        return flat_q(x, w), flat_k(x, w), project(x, w.wv, w.bv)
 
     def act(x: Tensor, w: Block) -> Tensor:
         return F.silu(F.linear(x, w.w_gate, w.b_gate)) * F.linear(x, w.w_up, w.b_up)
@@ -91,26 +95,22 @@ def local_parts(cfg: LlamaConfig, compiled: bool) -> Parts:
     def add_mlp(x: Tensor, w: Block) -> Tensor:
         return add_linear(x, norm_act(x, w.norm_mlp, w), w.w_down, w.b_down)
 
-    parts = Parts(norm, qkv, norm_qkv, norm_qkv_wire, q, kv, act, norm_act, mlp, add_mlp)
+    parts = Parts(norm, qkv, norm_qkv, norm_qkv_wire, norm_project, act, norm_act, mlp, add_mlp)
     if not compiled:
         return parts
     logging.getLogger("usp").info("compiling the parts of a layer; the first step takes some seconds longer")
-    return Parts(*cast(Any, [torch.compile(part, fullgraph=True) for part in parts]))
+    return _with_own_wire(Parts(*cast(Any, [torch.compile(part, fullgraph=True) for part in parts])))
 
 
-def head_rows(w: Block, q: Sequence[Range], kv: Sequence[Range], head_dim: int) -> Block:
-    """w with the given ranges of heads only, one after the other."""
+def _with_own_wire(parts: Parts) -> Parts:
+    """Rotated and wired by a kernel of our own where there is one."""
 
-    def rows(t: Tensor | None, ranges: Sequence[Range]) -> Tensor | None:
-        if t is None or not ranges:
-            return None
-        parts = [t[start * head_dim : stop * head_dim] for start, stop in ranges]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    def norm_qkv_wire(x: Tensor, weight: Tensor, w: Block, cos: Tensor, sin: Tensor, ranks: int) -> Tensor:
+        if can_wire(x):
+            return to_wire(parts.norm_project(x, weight, w), ranks, turn=(cos, sin))
+        return parts.norm_qkv_wire(x, weight, w, cos, sin, ranks)
 
-    return w._replace(
-        wq=rows(w.wq, q), bq=rows(w.bq, q),
-        wk=rows(w.wk, kv), bk=rows(w.bk, kv), wv=rows(w.wv, kv), bv=rows(w.bv, kv),
-    )  # fmt: skip
+    return parts._replace(norm_qkv_wire=norm_qkv_wire)
 
 
 def add_linear(
@@ -123,6 +123,40 @@ def add_linear(
         flat = torch.addmm(x_BSD.flatten(0, -2), y_BSF.flatten(0, -2), weight.T)
         return flat.view(*x_BSD.shape[:-1], weight.shape[0])
     return cast(Tensor, _UnreadSum.apply(x_BSD, y_BSF, weight))  # type: ignore[no-untyped-call]
+
+
+def add_linear_of_parts(x_BSD: Tensor, y_BSPW: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """As `add_linear` for y [B, S, parts, W], whose last two dimensions are the features. In memory its
+    gradient is [parts, S, B, W], as `usp.heads.heads_to_ranks` sends it. Not for vmap."""
+    x_BSD = x_BSD if bias is None else x_BSD + bias
+    return cast(Tensor, _SumOfParts.apply(x_BSD, y_BSPW, weight))  # type: ignore[no-untyped-call]
+
+
+class _SumOfParts(torch.autograd.Function):
+    """x + y @ weight.T; the product that makes y's gradient writes one block for each part."""
+
+    @staticmethod
+    def forward(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        return add_linear(x, y.flatten(-2), weight, None)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
+        ctx.save_for_forward(*inputs[1:])
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        (y, weight), (dx, dy, dw) = ctx.saved_tensors, tangents
+        return add_linear(add_linear(dx, dy.flatten(-2), weight, None), y.flatten(-2), dw, None)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, Tensor]:
+        y, weight = ctx.saved_tensors
+        grad, (rows, length, parts, width) = grads[0], y.shape
+        as_sent = grad.transpose(0, 1).reshape(1, rows * length, -1).expand(parts, -1, -1)
+        blocks = torch.bmm(as_sent, weight.unflatten(1, (parts, width)).transpose(0, 1))
+        d_y = blocks.view(parts, length, rows, width).permute(2, 1, 0, 3)
+        return grad, d_y, grad.flatten(0, -2).T @ y.flatten(0, 1).flatten(1)
 
 
 class _UnreadSum(torch.autograd.Function):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from usp.mesh import MeshLike, P, Table, axis_sizes, coordinates, exchange
 from usp.mesh.spec import chunk_lengths, local_range
+from usp.wire import can_wire, from_wire, to_wire
 
 
 class Deal(NamedTuple):
@@ -128,6 +129,8 @@ def wired_to_heads(
 def wire(tensors: Sequence[Tensor], parts: int) -> Tensor:
     """[ranks, S@axis, B, heads * H] of tensors whose heads divide by the ranks: one copy, or, compiled with
     what makes the tensors, none."""
+    if can_wire(tensors[0]):
+        return to_wire(tensors, parts)
     return torch.cat([_by_rank(x, parts).permute(2, 1, 0, 3) for x in tensors], 3)
 
 
@@ -193,15 +196,34 @@ def heads_to_seq(o: Tensor, *, num_heads: int, mesh: MeshLike, table: Table, seq
     axis = trading_axis(table, mesh)
     if axis is None:
         return o
+    counts, lengths = _checked_back(o, num_heads, mesh, axis, seq_lengths(table, mesh, axis, seq_len))
+    return trade_back(o, mesh, axis, counts, lengths)
+
+
+def heads_to_ranks(o: Tensor, *, num_heads: int, mesh: MeshLike, table: Table, seq_len: int) -> Tensor:
+    """As `heads_to_seq` where the ranks have equally many heads: [B, S, ranks, a rank's heads * H].
+
+    One copy unpacks. A gradient that lies as [ranks, S, B, heads * H] in memory needs none on its way back.
+    """
+    axis = trading_axis(table, mesh)
+    assert axis is not None
+    counts, lengths = _checked_back(o, num_heads, mesh, axis, seq_lengths(table, mesh, axis, seq_len))
+    return _unwired_back(_sent_back(o, mesh, axis, counts, lengths), len(counts), o)
+
+
+def _checked_back(
+    o: Tensor, num_heads: int, mesh: MeshLike, axis: str, lengths: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(heads, tokens) of each rank of the axis."""
     deals = deal_heads(num_heads, num_heads, axis_sizes(mesh)[axis])
     counts = tuple(d.q_stop - d.q_start for d in deals)
-    lengths, own = seq_lengths(table, mesh, axis, seq_len), counts[coordinates(mesh)[axis]]
+    own = counts[coordinates(mesh)[axis]]
     if tuple(o.shape[1:3]) != (sum(lengths), own):
         raise ValueError(
             f"o={tuple(o.shape)} must hold {sum(lengths)} tokens and {own} heads on this rank, got "
-            f"seq_len={seq_len}, num_heads={num_heads}. Pass what attention made of seq_to_heads' q."
+            f"num_heads={num_heads} and seq_len. Pass what attention made of seq_to_heads' q."
         )
-    return trade_back(o, mesh, axis, counts, lengths)
+    return counts, lengths
 
 
 def trade_back(
@@ -212,15 +234,33 @@ def trade_back(
     One copy unpacks; for B = 1 packing is free.
     """
     me, (rows, _, own, size) = coordinates(mesh)[axis], o.shape
-    receive = tuple(own_seq[me] * rows * n * size for n in num_heads)
-    # [S, B, own heads, H] to each rank its rows; from each rank [S@axis, B, its heads, H]
-    came = exchange(
-        o.transpose(0, 1).reshape(-1), mesh, axis,
-        send=tuple(n * rows * own * size for n in own_seq), receive=receive,
-    )  # fmt: skip
-    blocks = torch.split(came, list(receive))
+    came = _sent_back(o, mesh, axis, num_heads, own_seq)
+    if len(set(num_heads)) == 1:
+        return _unwired_back(came, len(num_heads), o).view(rows, own_seq[me], len(num_heads) * own, size)
+    blocks = torch.split(came, [own_seq[me] * rows * n * size for n in num_heads])
     heads = [b.view(own_seq[me], rows, n, size) for b, n in zip(blocks, num_heads, strict=True)]
     return torch.cat(heads, 2).transpose(0, 1)
+
+
+def _sent_back(
+    o: Tensor, mesh: MeshLike, axis: str, num_heads: tuple[int, ...], own_seq: tuple[int, ...]
+) -> Tensor:
+    """[S, B, own heads, H] to each rank its tokens; from each rank [S@axis, B, its heads, H]: flat."""
+    me, (rows, _, own, size) = coordinates(mesh)[axis], o.shape
+    return exchange(
+        o.transpose(0, 1).reshape(-1), mesh, axis,
+        send=tuple(n * rows * own * size for n in own_seq),
+        receive=tuple(own_seq[me] * rows * n * size for n in num_heads),
+    )  # fmt: skip
+
+
+def _unwired_back(came: Tensor, ranks: int, o: Tensor) -> Tensor:
+    """What came for an o [B, S, heads, H] on each rank -> [B, S@axis, ranks, heads * H]: one copy."""
+    rows, width = o.shape[0], o.shape[2] * o.shape[3]
+    wired = came.view(ranks, came.shape[0] // max(1, ranks * rows * width), rows, width)
+    if can_wire(wired):
+        return from_wire(wired, ((ranks, width),))[0]
+    return wired.permute(2, 1, 0, 3).contiguous()
 
 
 def trading_axis(table: Table, mesh: MeshLike) -> str | None:

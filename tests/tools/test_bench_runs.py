@@ -81,7 +81,9 @@ def test_a_peer(forked: None) -> None:
         ("kernel", [], ["causal", "packed"] * 2),
         ("loss", [], ["floor: three products", *(f"usp, tiles of {n}" for n in TILES), "torch"]),
         ("scan", ["--processes", "1"], ["remat=none", "remat=full"]),
-        ("exchange", ["--batch-size", "1", "2", "--peers", "none"], ["batch 1", "batch 2"]),
+        ("exchange", ["--batch-size", "1", "2", "--peers", "none"], [
+            "batch 1", "batch 1, in the model", "batch 2", "batch 2, in the model",
+        ]),
         ("memory", ["--processes", "1", "--steps", "1"], [
             "none", "+ tiles", "+ full remat", "+ attention kept", "+ offload", "+ head chunks", "+ groups",
             "+ groups, head chunks",

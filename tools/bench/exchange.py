@@ -2,8 +2,8 @@
 
 Contenders are timed with an attention that costs nothing, which leaves its result as it finds the memory, in
 the order of a kernel's, and hands k, v back as gradients: ours, yunchang's `SeqAllToAll4D`, and what
-DeepSpeed wraps around a Transformers attention. Ours is also timed piece by piece, and from q, k, v that the
-projection has written in the order of the wire, as the model does.
+DeepSpeed wraps around a Transformers attention. Ours is also timed as the model does it: q, k, v and the
+result's gradient are made in the order of the wire, by a kernel and a product that must run anyway.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from usp import heads_to_seq, seq_to_heads
-from usp.heads import wire, wired_to_heads
+from usp.heads import heads_to_ranks, wire, wired_to_heads
 from usp.mesh import TABLES, build_mesh
 from usp.models import LlamaConfig
 from usp.tools.bench.job import Job, Row
 from usp.tools.bench.peers import deepspeed
 from usp.tools.bench.place import Place
 from usp.tools.bench.shape import shape
-from usp.tools.bench.timing import timed
+from usp.tools.bench.timing import Timed, timed
 
 Exchange = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -75,11 +75,19 @@ def run(job: Job, place: Place) -> None:
             continue
         raw = raw_ms(torch.cat([t.detach().flatten() for t in (q, k, v)]), place)
         raw += raw_ms(q.detach().flatten(), place)
-        row |= {"raw_ms": raw, "forward_ms": there.device, "backward_ms": back.device}
-        row |= {"host_ms": there.host, "over_raw": (there.device + back.device) / raw / 2}
+        place.emit(row | figures(raw, there, back))
         if job.contender == "usp":
-            row |= pieces(q.detach(), k.detach(), v.detach(), mesh, seq_len, place)
-        place.emit(row)
+            row["label"] += ", in the model"
+            place.emit(
+                row | figures(raw, *in_the_model(q.detach(), k.detach(), v.detach(), mesh, seq_len, place))
+            )
+
+
+def figures(raw: float, there: Timed, back: Timed) -> Row:
+    return {
+        "raw_ms": raw, "forward_ms": there.device, "backward_ms": back.device, "host_ms": there.host,
+        "over_raw": (there.device + back.device) / raw / 2,
+    }  # fmt: skip
 
 
 def raw_ms(flat: Tensor, place: Place) -> float:
@@ -144,24 +152,24 @@ def alst(cfg: LlamaConfig, place: Place, batch: int, seq_len: int) -> Exchange:
     return exchange
 
 
-def pieces(q: Tensor, k: Tensor, v: Tensor, mesh: Any, seq_len: int, place: Place) -> Row:
-    """Milliseconds of our parts: q, k, v from the wire's order and packed, the result, their gradients."""
+def in_the_model(
+    q: Tensor, k: Tensor, v: Tensor, mesh: Any, seq_len: int, place: Place
+) -> tuple[Timed, Timed]:
+    """Forward and backward of our exchanges where the products around them write in the order of the wire."""
     world, where = place.world, {"mesh": mesh, "table": TABLES["ulysses"], "seq_len": seq_len}
-    num_heads, size = q.shape[2:]
-    own = [(t.shape[2] // world, size) for t in (q, k, v)]
+    (rows, _, num_heads, size), heads = q.shape, [t.shape[2] // place.world for t in (q, k, v)]
     wired = wire([q, k, v], world).requires_grad_()
-    there = wired_to_heads(wired, own, **where)
-    o = there[0].detach().contiguous().requires_grad_()
-    back = heads_to_seq(o, num_heads=num_heads, **where)
-    ups, up = [torch.randn_like(t).contiguous() for t in there], torch.randn_like(back)
-    parts: dict[str, Callable[[], Any]] = {
-        "qkv": lambda: wired_to_heads(wired.detach(), own, **where),
-        "qkv_packed": lambda: wired_to_heads(wire([q, k, v], world), own, **where),
-        "qkv_backward": lambda: torch.autograd.grad(there, wired, ups, retain_graph=True),
-        "o": lambda: heads_to_seq(o.detach(), num_heads=num_heads, **where),
-        "o_backward": lambda: torch.autograd.grad(back, o, up, retain_graph=True),
-    }
-    found = {f"{name}_ms": timed(part, place.device).device for name, part in parts.items()}
-    for name, sent in (("raw_qkv_ms", wired), ("raw_o_ms", o)):
-        found[name] = raw_ms(sent.detach().flatten(), place)
-    return found
+
+    def exchange() -> tuple[list[Tensor], Tensor, Tensor]:
+        there = wired_to_heads(wired, [(n, size) for n in heads], **where)
+        o = torch.empty_like(there[0], memory_format=torch.contiguous_format).requires_grad_()
+        return there, o, heads_to_ranks(o, num_heads=num_heads, **where)
+
+    there, o, back = exchange()
+    ups = [torch.randn_like(t) for t in there]
+    up = torch.randn(world, back.shape[1], rows, back.shape[3], device=q.device, dtype=q.dtype)
+    outputs, inputs, given = [*there, back], [wired, o], [*ups, up.permute(2, 1, 0, 3)]
+    return (
+        timed(exchange, place.device),
+        timed(lambda: torch.autograd.grad(outputs, inputs, given, retain_graph=True), place.device),
+    )

@@ -98,9 +98,7 @@ COLUMNS: Mapping[str, tuple[Column, ...]] = MappingProxyType(
             Column("forward ms", number("forward_ms", ".3f")),
             Column("backward ms", number("backward_ms", ".3f")),
             Column("over raw", number("over_raw", ".2f")),
-            Column("host ms", number("host_ms", ".3f")), Column("qkv", number("qkv_ms", ".3f")),
-            Column("its raw", number("raw_qkv_ms", ".3f")), Column("o", number("o_ms", ".3f")),
-            Column("its raw", number("raw_o_ms", ".3f")),
+            Column("host ms", number("host_ms", ".3f")),
         ),
         "scan": (
             Column("row", word("label")), _LENGTH, Column("scan ms", number("scan_ms", ".2f")),
