@@ -15,7 +15,7 @@ from usp.models.plan.local import Local, local
 from usp.models.plan.settings import SPARE, Settings, gib
 from usp.models.plan.textbook import textbook
 from usp.models.plan.traffic import ModelTraffic
-from usp.models.plan.traffic_attention import kv_elements
+from usp.models.plan.traffic_attention import ring_elements
 from usp.models.plan.traffic_kinds import Traffic
 from usp.ring import ring_bytes
 from usp.tools.config_plan import Plan
@@ -27,6 +27,10 @@ from usp.tools.setup import check_axes
 COLUMNS = ("tokens", "residual", "attn_x", "q", "kv", "mlp_x")
 WEIGHTS = ("embed", "wq", "wo", "w_gate", "w_down", "norm")
 SHOWN_REASONS = 6
+BOOK = (
+    "  by the book, a layer's forward and backward without what is run again or chunks of heads (an element "
+    "has i bytes, in a sum w)"
+)
 LASTING = ("parameters", "moments", "tokens and positions")
 
 
@@ -167,9 +171,12 @@ def moves(traffic: ModelTraffic, where: Local, dtype: torch.dtype, head_chunks: 
     lines.append(f"  whole step: {gib(total)}")
     lines += [f"  {line}" for line in ring_choice(where, dtype, head_chunks)]
     formulas = textbook(where, dtype)
-    lines += ["  by the book, a layer's forward"] if formulas else []
+    lines += [BOOK] if formulas else []
     for f in formulas:
-        lines.append(f"    {f.scheme:<9} {'+'.join(f.axes):<16} {size(f.nbytes):>11}  {f.text} ({f.source})")
+        there, back = size(f.forward), size(f.backward)
+        lines.append(
+            f"    {f.scheme:<15} {'+'.join(f.axes):<16} {there:>11} {back:>11}  {f.text} ({f.source})"
+        )
     return "\n".join(lines)
 
 
@@ -194,12 +201,13 @@ def merged(traffic: Iterable[Traffic]) -> list[Traffic]:
 def ring_choice(where: Local, dtype: torch.dtype, head_chunks: int) -> list[str]:
     if where.degree == 1:
         return []
-    both = ring_bytes(kv_elements(where, where.heads), dtype.itemsize, where.degree)
-    pays = where.gathers(head_chunks)
+    both = ring_bytes(ring_elements(where, head_chunks), dtype.itemsize, where.degree)
+    pays, heads = where.gathers(head_chunks), where.ring_heads(head_chunks)
+    of = "" if head_chunks == 1 else " of a chunk"
     return [
         f"ring of {where.degree}, forward and backward: p2p {size(both.p2p)}, gather {size(both.gather)}; "
-        f"{'gather' if pays else 'p2p'}, as all keys ({where.degree} x {where.heads.kv} heads) take "
-        f"{'no more' if pays else 'more'} room than q ({where.heads.q} heads)"
+        f"{'gather' if pays else 'p2p'}, as all keys{of} ({where.degree} x {heads.kv} heads) take "
+        f"{'no more' if pays else 'more'} room than q ({heads.q} heads)"
     ]
 
 

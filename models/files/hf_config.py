@@ -38,6 +38,7 @@ _REFUSED = (
     "rope_interleaved",
     "use_bidirectional_attention",
 )
+_NOT_ZERO = ("num_key_value_heads", "head_dim")  # null and absent mean a default, 0 does not
 _HINT = {
     "attention_dropout": "Set it to 0.0",
     "quantization_config": "De-quantize the checkpoint, or remove the field if its tensors are plain already",
@@ -103,6 +104,16 @@ def _refused(config: Mapping[str, Any]) -> list[str]:
         f"{key}={config[key]!r} is not supported. {_HINT.get(key, 'Choose another checkpoint')}"
         for key in _REFUSED
         if config.get(key)
+    ]
+    if not config.get("is_causal", True):  # null too: Transformers asks whether it is true
+        problems.append(
+            f"is_causal={config['is_causal']!r} must be true or absent, as every query would see the tokens "
+            "after it. Choose another checkpoint"
+        )
+    problems += [
+        f"{key}={config[key]!r} must be a positive integer, or absent for the default"
+        for key in _NOT_ZERO
+        if config.get(key) is not None and not config[key]
     ]
     if (act := config.get("hidden_act", "silu")) not in ("silu", "swish"):
         problems.append(f"hidden_act={act!r} must be 'silu'")

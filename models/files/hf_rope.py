@@ -29,24 +29,29 @@ def read_rope(config: Mapping[str, Any], problems: list[str]) -> tuple[float, di
     if not isinstance(raw, Mapping):
         problems.append(f"rope_parameters={raw!r} must be an object")
         raw = {}
-    theta = raw.get("rope_theta") or config.get("rope_theta") or 10000.0
+    theta = _first(raw.get("rope_theta"), config.get("rope_theta"), 10000.0)
     if not _is_number(theta):
         problems.append(f"rope_theta={theta!r} must be a positive number")
         theta = 10000.0
-    partial = raw.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    partial = _first(raw.get("partial_rotary_factor"), config.get("partial_rotary_factor"), 1.0)
     if partial != 1.0:
         problems.append(f"partial_rotary_factor={partial} must be 1.0")
     nested = sorted(str(key) for key, value in raw.items() if isinstance(value, Mapping))
     if nested:
         problems.append(f"rope_parameters={nested} differ by layer type, which is not supported")
         return float(theta), {}
-    kind = raw.get("rope_type") or raw.get("type") or "default"
+    kind = _first(raw.get("rope_type"), raw.get("type"), "default")
     if not isinstance(kind, str) or kind not in TYPES:
         problems.append(f"rope_type={kind!r} must be one of {sorted(TYPES)}")
         return float(theta), {}
     given = {key: value for key, value in raw.items() if value is not None and key != "partial_rotary_factor"}
     _fill_original(given, config, kind)
     return float(theta), {"rope_type": kind, **_fields(given, kind, problems)}
+
+
+def _first(*values: Any) -> Any:
+    """The first that is there: null is as good as absent, 0 and "" are values."""
+    return next(value for value in values if value is not None)
 
 
 def _fill_original(given: dict[str, Any], config: Mapping[str, Any], kind: str) -> None:

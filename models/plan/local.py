@@ -9,36 +9,21 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
-import torch
-
-from usp.heads import Deal, deal_heads, trading_axis, with_equal_groups
+from usp.heads import Deal, deal_heads, trading_axis
 from usp.mesh import P, Table
 from usp.mesh.spec import local_range
+from usp.models.attended import Heads, attended, ring_heads
 from usp.models.config import LlamaConfig
 from usp.models.own_heads import place, ways
 from usp.order import ring_axes, ring_degree, unit
 from usp.ring import gather_pays
 
 
-class Heads(NamedTuple):
-    """Query and kv heads that one rank attends with."""
-
-    q: int
-    kv: int
-
-
 def padded_length(table: Table, sizes: Mapping[str, int], seq_len: int) -> int:
     """Tokens of a row after `shard_batch` has padded it."""
     parts = math.lcm(math.prod(sizes[a] for a in table.tokens[1]), unit(ring_degree(table, sizes)))
     return -(-seq_len // parts) * parts
-
-
-def attended(deal: Deal, group: int) -> Heads:
-    """Heads of `deal` once kv heads are repeated where that is needed, see `with_equal_groups`."""
-    kv = torch.empty(1, 1, deal.kv_stop - deal.kv_start, 1, device="meta")
-    return Heads(deal.q_stop - deal.q_start, with_equal_groups(kv, kv, deal, group)[0].shape[2])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,9 +93,16 @@ class Local:
             return Heads(self.cfg.num_heads // self.ways, self.cfg.num_kv_heads // self.ways)
         return attended(self.deals[self.place], self.group)
 
+    def ring_heads(self, head_chunks: int) -> Heads:
+        """Those by which a ring decides how keys travel: this rank's, or with chunks one for all."""
+        if head_chunks == 1:
+            return self.heads
+        parts = 1 if self.axis is None else self.sizes[self.axis]
+        return ring_heads(self.cfg.num_heads, self.cfg.num_kv_heads, parts, head_chunks)
+
     def gathers(self, head_chunks: int) -> bool:
         """Whether a ring fetches all keys at once."""
-        heads = self.heads if head_chunks == 1 else Heads(self.cfg.num_heads, self.cfg.num_kv_heads)
+        heads = self.ring_heads(head_chunks)
         return self.degree > 1 and gather_pays(heads.q, heads.kv, self.degree)
 
 

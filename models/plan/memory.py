@@ -166,8 +166,16 @@ class _Kept(NamedTuple):
             return before + self.layer.x + (num + 1) * self.weights + num * self.layer.saved
         found = (min(self.group, part.stop - part.start) - 1) * self.layer.x  # a group's inputs
         if self.offloaded:
-            return before + found + (1 + (num > 0)) * (self.layer.x + self.results(part))
+            return before + found + self.layer.x + self.results(part)
         return before + found + self.of(part)
+
+    def coming(self, i: int) -> int:
+        """Fetched for the layer before i when attention's gradient of i is through: its input, and what it
+        kept, in the place of what i kept."""
+        part = self.part(i)
+        if not self.offloaded or part.remat == "none" or i == part.start:
+            return 0
+        return self.layer.x
 
     def part(self, i: int) -> Segment:
         return next(part for part in self.parts if i < part.stop)
@@ -233,18 +241,26 @@ def _layer(
         done["gradient of the head"] = rooms.embed.use * item
     if num_done:  # the gradients of the layer before, as they travel
         done["weights' gradients under way"] = one.received * sums or one.use * item
-    names = ("MLP", "MLP's norm", "attention")
-    moments = (layer.mlp_moment(again=again), layer.norm_moment(again=again), layer.attention_moment())
-    most = max(range(3), key=lambda n: moments[n])
-    own = rooms.mlp.use * item // (1 if most else 3)
-    parts = {
-        "kept for the backward": kept.beside(i),
-        "weights in use": weights,
-        "weights' gradients": own,
-        **done,
-        names[most]: moments[most],
+    elif all(each.remat == "none" for each in kept.parts):
+        done["head's gradient under way"] = rooms.head.received * sums
+    last = i == part.stop - 1
+    # what lives of the layer, what was fetched for the next, gradients of its weights
+    moments = {
+        "MLP": (layer.mlp_moment(again=again, last=last), 0, rooms.mlp.use // 3),
+        "MLP's norm": (layer.norm_moment(again=again), 0, rooms.mlp.use),
+        "attention": (layer.attention_moment(), 0, rooms.mlp.use),
+        "attention's norm": (layer.input_moment(), kept.coming(i), one.use),
     }
-    return Phase(f"layer {i}, {names[most]}", {**base, **parts})
+    most = max(moments, key=lambda name: sum(moments[name][:2]) + moments[name][2] * item)
+    of_layer, coming, own = moments[most]
+    parts = {
+        "kept for the backward": kept.beside(i) + coming,
+        "weights in use": weights,
+        "weights' gradients": own * item,
+        **done,
+        most: of_layer,
+    }
+    return Phase(f"layer {i}, {most}", {**base, **parts})
 
 
 def _embedding(

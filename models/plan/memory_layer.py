@@ -14,7 +14,9 @@ from functools import cached_property
 
 import torch
 
+from usp.head_chunks.project import num_tiles
 from usp.models.plan.local import Local
+from usp.models.plan.memory_chunks import chunks_moment, weights_sums
 
 MLP_LEAVES = ("w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down")
 
@@ -98,7 +100,7 @@ class LayerBytes:
         gathered = self.attn_x if self.attn_x != self.x else 0
         back = self.out if self.where.axis is not None or self.head_chunks > 1 else 0
         if self.head_chunks > 1:
-            return self.norm + gathered + back
+            return back + (0 if self.chunks_norm else self.norm + gathered)
         rotated = (self.wide + 1) * (self.q + self.kv // 2) if self.where.cfg.qk_norm else 0
         return self.norm + gathered + self.q + self.kv + rotated + back
 
@@ -113,6 +115,11 @@ class LayerBytes:
         return before + self.norm + gathered + (3 if self.compiled else 4) * self.features
 
     @property
+    def chunks_norm(self) -> bool:
+        """Whether chunks of heads norm x themselves, tile by tile: they read it as it is placed."""
+        return self.head_chunks > 1 and self.where.table.residual == self.where.table.attn_x
+
+    @property
     def tiled_whole(self) -> bool:
         """Whether a tile holds the norm and the sum too: nothing moves between them and the MLP."""
         return self.mlp_tile is not None and self.where.table.residual == self.where.table.mlp_x
@@ -122,42 +129,51 @@ class LayerBytes:
         """All of a layer that is not run again, its input and its weights aside."""
         return self.attention_saved + self.results + self.mlp_saved + self.x
 
-    def mlp_moment(self, *, again: bool) -> int:
+    def mlp_moment(self, *, again: bool, last: bool) -> int:
         """While the MLP's gradient is made: beside the input, kept results and weights in use.
 
-        `again`: whether the layer is run again for it; then its value is not made a second time.
+        `again`: whether the layer is run again for it; then its value is not made a second time, and, but for
+        the `last` layer's, the gradient of a result is the scan's own and is written over where tiles are.
         """
-        held = self.attention_saved + (2 if again else 3) * self.x  # gradients of this and the last result
+        held = self.attention_saved + (1 if again else 2) * self.x
         if self.mlp_tile is None:
             return held + self.mlp_saved + (1 if self.compiled else 2) * self.features
         tokens = max(self.where.tokens(self.where.table.mlp_x), 1)
         tile = (4 if self.compiled else 6) * self.features * min(self.mlp_tile, tokens) // tokens
         sums = 3 * self.features // tokens * self.where.cfg.hidden_size  # gradients of the weights
-        return held + self.mlp_saved + self.mlp_x + tile + sums * (1 + self.wide)
+        made = 0 if self.tiled_whole and again and not last else self.mlp_x
+        return held + self.mlp_saved + made + tile + sums * (1 + self.wide)
 
     def norm_moment(self, *, again: bool) -> int:
         """While the gradient of the MLP's norm is made, pass by pass in float32; none where tiles are."""
         if self.tiled_whole:
             return 0
-        held = self.attention_saved + (2 if again else 3) * self.x
+        held = self.attention_saved + (1 if again else 2) * self.x
         return held + (3 * self.x if self.compiled else 6 * self.wide * self.x)
 
     def attention_moment(self) -> int:
         """While attention's gradient is made: gradients in and out, the kernel's float32 sums, the ring's."""
-        saved = self.attention_saved - (self.out if self.where.axis is not None else 0)
-        held, heads = saved + 2 * self.x, self.q + self.kv
+        back = self.out if self.where.axis is not None or self.head_chunks > 1 else 0
+        held, heads = self.attention_saved - back + self.x, self.q + self.kv
         if self.head_chunks > 1:
-            part = heads // self.head_chunks
-            # gradients of the result and of x: its sum, those by k and by v, and these two together
-            sums = self.out + (self.wide + 3) * self.x
-            return held + sums + (6 + 1 + self.wide) * part + self.kv
+            chunks = chunks_moment(self.where, self.head_chunks, self.item, self.wide, self._ring)
+            # at the end the norm's gradient, a tile at a time
+            last = num_tiles(self.where.length(self.where.table.attn_x))
+            normed = (3 if self.compiled else 6 * self.wide) * self.x // last if self.chunks_norm else 0
+            return held + self.attn_x + max(chunks, normed) + weights_sums(self.where, self.item, self.wide)
         moved = self.wide * (self.attn_x if self.attn_x != self.x else 0)
-        return held + moved + self.q + heads + self.wide * heads + self._ring()
+        return held + moved + self.q + heads + self.wide * heads + self._ring(self.q, self.kv)
 
-    def _ring(self) -> int:
+    def input_moment(self) -> int:
+        """While the gradient of attention's norm is made: nothing else of the layer but its input is left."""
+        if self.chunks_norm:
+            return 2 * self.x
+        return self.x + (3 * self.x if self.compiled else 6 * self.wide * self.x)
+
+    def _ring(self, q: int, kv: int) -> int:
         degree, wide = self.where.degree, self.wide
         if degree == 1:
             return 0
         if self.where.gathers(self.head_chunks):
-            return self.kv * (degree * (1 + wide) + wide) + wide * self.q
-        return self.kv * (2 + 3 * wide) + wide * self.q
+            return kv * (degree * (1 + wide) + wide) + wide * q
+        return kv * (2 + 3 * wide) + wide * q

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 
 from usp.head_chunks import deal_chunks
-from usp.models.plan.local import Heads, Local, attended
+from usp.models.attended import Heads, attended
+from usp.models.plan.local import Local
 from usp.models.plan.traffic_kinds import SHIFT, Traffic
 
 Range = tuple[int, int]
@@ -114,6 +115,11 @@ def _to_heads(
 def kv_elements(where: Local, heads: Heads) -> int:
     """k and v together, as a ring passes them on."""
     return where.tokens(where.table.q) * heads.kv * 2 * where.cfg.head_dim
+
+
+def ring_elements(where: Local, head_chunks: int) -> int:
+    """k and v of all chunks, one after the other: those that several chunks attend with count in each."""
+    return sum(kv_elements(where, heads) for *_, heads in _chunks(where, head_chunks) if heads.q)
 
 
 def _ring_forward(where: Local, dtype: torch.dtype, heads: Heads, head_chunks: int) -> list[Traffic]:

@@ -135,6 +135,7 @@ def refused_before_communicating() -> None:
         (lambda: move(seq, P("tp", None, None)), r"dst=.* must use axes of the mesh, got \['tp'\]"),
         (lambda: redistribute(x, seq, mesh=mesh), "dst=None must be a placement"),
         (lambda: move(seq, whole, shape=(3, 12)), "must have 3 dimensions"),
+        # case P50: a shard is never taken for the whole
         (lambda: move(seq, whole, shape=(3, 6, 5)), r"must be global: placed .* holds \(3, 3, 5\)"),
         (lambda: move(seq, heads), "must mean even shards, got dimension 2 of 5"),
         (lambda: move(whole, heads), "must mean even shards, got dimension 2 of 5"),

@@ -25,8 +25,13 @@ def whole(tokens: Tensor) -> Shard:
     return shard_batch(batch, table=TABLE, mesh=ONE)
 
 
-def two_rows(case: str) -> Batch:
-    """[2, 23] with masked labels; cut over 4 ranks, one has no valid label in the second row."""
+def two_rows(case: str | int) -> Batch:
+    """[2, 23] with masked labels; cut over 4 ranks, one has no valid label in the second row.
+
+    A number: so many tokens a row and nothing else, no id of them 0.
+    """
+    if isinstance(case, int):
+        return Batch(tokens=1 + tokens_of(2, case, 100))
     tokens = tokens_of(2, SEQ)
     labels = tokens.clone()
     labels[0, 8:12] = -100

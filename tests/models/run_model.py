@@ -1,38 +1,21 @@
 """What one rank does in the parity tests. Spawned ranks import this: keep Transformers out of it."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from tests.models.batches import two_rows
+from tests.schemes import SCHEMES
 from usp import reduce_grads, shard_batch, unshard_batch, value_and_grad
-from usp.mesh import TABLES, P, Table, build_mesh, redistribute
+from usp.loss import IGNORE
+from usp.mesh import P, build_mesh, redistribute
+from usp.mesh.devices import AXES
 from usp.models import Params, abstract, from_hf, logits, loss, map_params, named_leaves, param_specs
 from usp.models.files.hf_names import hf_name
-
-_ULYSSES = TABLES["ulysses"]
-# A scheme of a user's own, no preset: attention and MLP gather the sequence and keep their weights cut over
-# the same ranks (by heads, by features), so that what they add to the residual is a partial sum.
-_CUT_OUT = ("wq", "wk", "wv", "w_gate", "w_up")
-_CUT_IN = ("wo", "w_down")
-_CUT_BIAS = ("bq", "bk", "bv", "b_gate", "b_up")
-MINE: Table = replace(
-    _ULYSSES,
-    name="mine",
-    attn_x=P("dp", "ring", None),
-    mlp_x=P("dp", "ring", None),
-    use={
-        **_ULYSSES.use,
-        **dict.fromkeys(_CUT_OUT, P("ulysses", None)),
-        **dict.fromkeys(_CUT_IN, P(None, "ulysses")),
-        **dict.fromkeys(_CUT_BIAS, P("ulysses")),
-    },
-)
-SCHEMES = {**TABLES, "mine": MINE}
 
 
 class Run(NamedTuple):
@@ -55,9 +38,13 @@ class Result(NamedTuple):
 
 
 def run(
-    params: Params, cfg: Any, mesh: Any, table: Any, case: str, remat: str, head_chunks: int = 1
+    params: Params, cfg: Any, mesh: Any, table: Any, case: str | int, remat: str, head_chunks: int = 1
 ) -> Result:
+    """Of rows given by a number, every token is its own target: a row of one token has no next one."""
     shard = shard_batch(two_rows(case), table=table, mesh=mesh)
+    if isinstance(case, int):
+        own = shard.tokens.where(shard.tokens > 0, IGNORE)
+        shard = shard._replace(labels=own, num_valid=torch.tensor(2.0 * case))
 
     def objective(p: Params) -> Tensor:
         return loss(p, shard, cfg, table=table, mesh=mesh, remat=remat, head_chunks=head_chunks)
@@ -66,8 +53,9 @@ def run(
     value = value.detach().clone()
     specs = param_specs(cfg, table)
     grads = reduce_grads(grads, specs, mesh)
-    if dist.is_initialized():
-        dist.all_reduce(value)  # the loss is the SUM over ranks
+    if isinstance(mesh, DeviceMesh):
+        for axis in AXES:
+            dist.all_reduce(value, group=mesh.get_group(axis))  # the loss is the SUM over ranks
 
     def whole(_: str, grad: Tensor, spec: P, leaf: Any) -> Tensor:
         return redistribute(grad, spec, P(*(None for _ in leaf.shape)), mesh, shape=leaf.shape)

@@ -1,4 +1,4 @@
-"""Tables that cannot place a model are named before any work; no process group is needed."""
+"""Tables that cannot place a model are named before any work; no process group is needed. Case P57."""
 
 from dataclasses import replace
 
@@ -56,7 +56,10 @@ REFUSED: dict[str, tuple[Table, dict[str, int], str]] = {
     ),
     "kv heads that do not follow": (using(wq=P("ulysses", None), wo=P(None, "ulysses")), MESH, "use['wk']"),
     "kv apart from q": (replace(ULYSSES, kv=P("dp", None, None, None)), MESH, "must be placed as q"),
+    # case P50: what is added to the residual is placed as it is, or the table is refused
     "rows apart": (replace(ULYSSES, residual=P("ring", "ulysses", None)), MESH, "must shard B"),
+    # case P32: there is no pipeline axis, so none that splits a backward
+    "pipeline": (replace(ULYSSES, tokens=P(("dp", "pp"), "ulysses")), MESH, "got ['pp']"),
     "unknown axis": (replace(ULYSSES, mlp_x=P("dp", "tp", None)), MESH, "got ['tp']"),
     "model dimension cut": (replace(ULYSSES, residual=P("dp", None, "ulysses")), MESH, "must keep D whole"),
     "head cut": (using(lm_head=P("ulysses", None)), MESH, "use['lm_head']"),

@@ -132,7 +132,8 @@ def test_computing_in_another_dtype() -> None:
         close(got, want, 0.0)
 
 
-def test_compiled_parts() -> None:
+@pytest.mark.parametrize("head_chunks", [1, 3])
+def test_compiled_parts(head_chunks: int) -> None:
     """Compiled once for all layers: no layer, other remat or step after the first step adds a graph."""
     params = init(CFG, seed=1, dtype=torch.float64)
     _, want = step(params, ONE, TABLE)
@@ -140,7 +141,7 @@ def test_compiled_parts() -> None:
     counted = []
     for remat in ("full", "attention", "full"):
         before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        _, got = step(params, ONE, TABLE, remat=remat, compile=True)
+        _, got = step(params, ONE, TABLE, remat=remat, compile=True, head_chunks=head_chunks)
         close(got, want, ROUNDING)  # the compiler sums in another order
         counted.append(torch._dynamo.utils.counters["stats"]["unique_graphs"] - before)
     assert counted[0] > 0

@@ -88,7 +88,7 @@ def test_one_process(model: str, case: str, models: Path) -> None:
 
 # What they are for: 9 query and 3 kv heads over 2 and 4 ranks are uneven (D22, D25, P68); packed documents
 # span ranks (H29, H34, P37); batch 2 (H54); dp beside ulysses (H14, D5); a rank without labels (H22, D12);
-# replicas of the same tokens (H8); a table of the user's own.
+# replicas of the same tokens (H8); tables of a user's own, two of them with a ring.
 RUNS = {
     2: [
         Run(1, 1, 2, "ulysses", "tied", "packed", "none"),
@@ -102,6 +102,8 @@ RUNS = {
         Run(1, 1, 2, "ulysses", "biases", "packed", "none", 2),
         Run(1, 1, 2, "ulysses", "tied", "packed", "attention", 4),  # 5 and 4 heads of 3 kv heads, in 4 parts
         Run(1, 2, 1, "ring", "qwen3", "packed", "full", 4),
+        Run(1, 1, 2, "tp_sp", "biases", "packed", "none"),
+        Run(1, 1, 2, "tp_sp", "tied", "whole rows", "full"),  # 9 and 3 heads over 2 ranks
     ],
     4: [
         Run(1, 1, 4, "ulysses", "tied", "packed", "full"),
@@ -118,6 +120,13 @@ RUNS = {
         Run(1, 1, 4, "ulysses", "tied", "packed", "attention", 2),
         Run(1, 1, 4, "ulysses", "untied", "packed", "none", 2),  # 2, 2, 1 and 1 heads in 2 parts
         Run(1, 2, 2, "usp", "tied", "whole rows", "attention", 3),
+        Run(1, 2, 2, "odysseus", "tied", "packed", "none"),
+        Run(2, 1, 2, "odysseus", "qwen3", "packed", "full"),
+        Run(1, 1, 4, "mine", "tied", "whole rows", "none"),
+        Run(1, 1, 4, "tp_sp", "tied", "packed", "full"),
+        Run(2, 1, 2, "tp_sp", "qwen3", "packed", "none"),
+        Run(1, 2, 2, "ring_tp", "biases", "packed", "full"),
+        Run(1, 2, 2, "swapped", "tied", "packed", "none"),
     ],
 }
 

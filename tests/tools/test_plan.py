@@ -14,13 +14,15 @@ from usp.models import LlamaConfig
 from usp.tools.cli import main as usp
 from usp.tools.presets import MODELS
 
+Capture = pytest.CaptureFixture[str]
 
-def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+
+def said(capsys: Capture, *words: str) -> str:
     usp(["plan", *words])
     return capsys.readouterr().out
 
 
-def test_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_of_it(capsys: Capture) -> None:
     text = said(capsys, "llama-3-8b", "--seq-len", "1048576", "--ulysses", "4", "--ring", "2")
     for part in (
         "table 'usp' on dp 1 x ring 2 x ulysses 4",
@@ -28,8 +30,9 @@ def test_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
         "each of 32 layers, forward",
         "each of 32 layers, backward",
         "p2p 3.0 GiB, gather 2.0 GiB; gather, as all keys",
-        "Ulysses   ulysses              3.0 GiB",
-        "ZeRO-3",
+        "Ulysses         ulysses              1.9 GiB     1.9 GiB  each way 2 i B S (N + K) H (P-1) / P^2",
+        "ring            ring               512.0 MiB     1.5 GiB  2 B S K H times i (P-1) / P, back (i + w)",
+        "ZeRO-3          ring+ulysses       364.0 MiB   728.0 MiB  i W (P-1) / P, back w W (P-1) / P",
         "kept for the backward",
         "moments",
         "fits: ",
@@ -40,7 +43,46 @@ def test_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert not torch.distributed.is_initialized()
 
 
-def test_own_settings_and_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+def one_kv(folder: Path) -> str:
+    """A model of 8 query heads that share one kv head."""
+    cfg = LlamaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=8, num_kv_heads=1
+    )
+    (folder / "config.json").write_text(json.dumps(cfg.to_hf_dict()))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("ring", "ulysses", "chunks", "way", "reason"),
+    [
+        (8, 1, 1, "gather", "all keys (8 x 1 heads) take no more room than q (8 heads)"),
+        (4, 4, 1, "p2p", "all keys (4 x 1 heads) take more room than q (2 heads)"),
+        # with the heads of the whole model the keys would be gathered
+        (4, 4, 2, "p2p", "all keys of a chunk (4 x 1 heads) take more room than q (1 heads)"),
+        (2, 2, 2, "gather", "all keys of a chunk (2 x 1 heads) take no more room than q (2 heads)"),
+        (2, 2, 4, "p2p", "all keys of a chunk (2 x 1 heads) take more room than q (1 heads)"),
+        # chunks of 2, 3 and 3 heads
+        (2, 1, 3, "gather", "all keys of a chunk (2 x 1 heads) take no more room than q (2 heads)"),
+    ],
+)  # fmt: skip
+def test_how_a_ring_shares_its_keys(
+    ring: int, ulysses: int, chunks: int, way: str, reason: str, tmp_path: Path, capsys: Capture
+) -> None:
+    words = ["--seq-len", "1048576", "--ring", str(ring), "--ulysses", str(ulysses), "--remat", "full"]
+    text = said(capsys, one_kv(tmp_path), *words, "--head-chunks", str(chunks))
+    assert f"; {way}, as {reason}" in text
+    rows = re.findall(rf"keys of the ring +\d+ (\w+) +ring {ring} +([\d.]+) MiB", text)
+    assert len(rows) == 3 * chunks  # forward, run again, and once more in the backward
+    assert {kind for kind, _ in rows} == {"shift" if way == "p2p" else "all_gather"}
+    # the line's bytes are those of the rows: keys twice, and their gradients in float32
+    hops, home = ring - 1, ring if way == "p2p" else ring - 1
+    keys = float(rows[0][1]) * chunks / hops
+    printed = re.search(rf"{way} ([\d.]+) MiB", text)
+    assert printed is not None
+    assert float(printed[1]) == pytest.approx(keys * (2 * hops + 2 * home), rel=0.005)  # rounded to 0.1 MiB
+
+
+def test_own_settings_and_verdict(capsys: Capture) -> None:
     words = ["qwen3-4b", "--seq-len", "262144", "--ulysses", "2", "--table", "ulysses"]
     options = ["--remat", "attention", "--mlp-tile", "4096", "--head-chunks", "2"]
     assert "fits: " in said(capsys, *words, *options, "--gpu", "h200")
@@ -49,13 +91,13 @@ def test_own_settings_and_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     assert "settings: remat=attention, mlp_tile=4096, head_chunks=2" in text
 
 
-def test_longest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_longest(capsys: Capture) -> None:
     text = said(capsys, "smollm2-135m", "--longest", "--ulysses", "2", "--gpu-memory", "24GB")
     assert re.search(r"1 x \d{6,} tokens on 2 GPUs", text)
     assert "fits: " in text
 
 
-def test_a_directory(model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory(model_dir: Path, capsys: Capture) -> None:
     text = said(capsys, str(model_dir), "--seq-len", "64", "--dp", "2", "--table", "replicated")
     assert "each of 2 layers, forward\n    nothing" in text
     assert "gradients" in text

@@ -18,7 +18,9 @@ from usp.mesh import TABLES, Table, axis_sizes, local_slices
 from usp.spans import Mask, runs
 
 ONE = {"dp": 1, "ring": 1, "ulysses": 1}
-MESHES: tuple[Sizes, ...] = ((1, 1, 2), (1, 1, 4), (2, 1, 2), (1, 2, 2), (1, 1, 3))
+MESHES: tuple[Sizes, ...] = (
+    (1, 1, 2), (1, 1, 4), (2, 1, 2), (1, 2, 2), (1, 1, 3), (1, 4, 1), (1, 3, 1)
+)  # fmt: skip
 
 
 def tokens_of(rows: int, length: int) -> Tensor:
@@ -123,10 +125,9 @@ def every_batch(sizes: Sizes) -> list[list[Tensor]]:
     return cut
 
 
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
-def test_shards_put_together_are_the_batch(sizes: Sizes, ranks: Pool) -> None:
-    # cases H45, H58: each token once, every rank of a group the same sample
-    by_rank = [r for r in ranks.run(every_batch, sizes) if r]
+def assert_put_together(found: list[list[list[Tensor]]], sizes: Sizes) -> None:
+    """What `every_batch` found on all ranks, one after the other, is the batch in the order of a ring."""
+    by_rank = [r for r in found if r]
     dp, seq = sizes[0], sizes[1] * sizes[2]
     assert len(by_rank) == dp * seq
     unit = seq if sizes[1] == 1 else lcm(seq, 2 * sizes[1])
@@ -137,6 +138,12 @@ def test_shards_put_together_are_the_batch(sizes: Sizes, ranks: Pool) -> None:
         for j in range(3):
             rows = [torch.cat([by_rank[d * seq + s][i][j] for s in range(seq)], 1) for d in range(dp)]
             assert torch.equal(torch.cat(rows), want[j]), (list(BATCHES)[i], j)
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_shards_put_together_are_the_batch(sizes: Sizes, ranks: Pool) -> None:
+    # cases H45, H58: each token once, every rank of a group the same sample
+    assert_put_together(ranks.run(every_batch, sizes), sizes)
 
 
 @pytest.mark.parametrize("name", BATCHES)

@@ -20,7 +20,8 @@ from usp.mesh import TABLES, P, local_slices
 
 TABLE = TABLES["usp"]
 BY_SEQ, BY_HEAD = P("dp", ("ring", "ulysses"), None, None), P("dp", "ring", None, None)
-HEADS = ((9, 3), (3, 1), (5, 5), (7, 7), (8, 2), (6, 2), (10, 5), (2, 1))  # some fewer than the ranks (H52)
+# some fewer than the ranks (H52); 30 and 56 (P45)
+HEADS = ((9, 3), (3, 1), (5, 5), (7, 7), (8, 2), (6, 2), (10, 5), (2, 1), (30, 10), (56, 8))
 MESHES: tuple[Sizes, ...] = ((1, 1, 2), (1, 1, 3), (1, 1, 4), (1, 2, 2), (2, 1, 2))
 BATCHES = (
     (1, 13),

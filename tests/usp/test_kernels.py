@@ -270,6 +270,8 @@ def test_capabilities_hold_every_kernel() -> None:
         assert all(str(dtype).removeprefix("torch.") in table[name] for dtype in kernel.dtypes)
         assert table[name].split().count("yes") == len(kernel.features)
     assert "reference" in table
+    assert any(line.startswith("all: causal and bidirectional") for line in lines)
+    assert any(line.startswith("all: sinks") for line in lines)
 
 
 def test_operators_of_flash4_know_their_shapes() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from tests.mesh.cases import Sizes
 from tests.pool import Pool
-from tests.usp.rings import Case, counts, inputs, parity, want
+from tests.usp.rings import Case, Job, counts, inputs, parity, want
 from usp import attention
 from usp.order import pieces, unzigzag, zigzag
 from usp.ring import gather_pays, ring_bytes
@@ -26,15 +27,22 @@ EDGES = {24: ([0, 24], [0, 5, 6, 17, 24], [0, 6, 12, 18, 24]), 48: ([0, 1, 3, 40
 
 
 def all_cases() -> list[Case]:
-    """Every combination of documents, direction and window, with and without sinks and soft cap."""
+    """Every combination of documents, direction and window, with and without sinks and soft cap by turns."""
     cases = []
     for index, (shape, causal, window) in enumerate(product(SHAPES, (True, False), (None, 1, 4, 13))):
         for which, edges in enumerate((None, *EDGES[shape[1]])):
             starts = range(0, shape[0] * shape[1], shape[1])
-            rows = None if edges is None else sorted({start + e for start in starts for e in edges})
-            extra = (index + which) % 3
-            cases.append(Case(shape, rows, causal, window, extra == 1, 3.0 if extra == 2 else None))
+            rows = None if edges is None else tuple(sorted({start + e for start in starts for e in edges}))
+            extra = (index + which) % 4
+            cases.append(Case(shape, rows, causal, window, extra in (1, 3), 3.0 if extra > 1 else None))
     return cases
+
+
+def every_option() -> list[Case]:
+    """The full product of what a case can ask for, on one small shape."""
+    edges = ((0, 12), (0, 1, 2, 9, 12), (0, 3, 6, 9, 12))
+    options = product(edges, (True, False), (None, 1, 5), (False, True), (None, 3.0))
+    return [Case((1, 12, 3, 1, 4, 6), *option) for option in options]
 
 
 MESHES: tuple[Sizes, ...] = ((1, 2, 1), (1, 4, 1), (1, 2, 2), (1, 3, 1), (1, 1, 4), (1, 1, 2))
@@ -45,7 +53,16 @@ MESHES: tuple[Sizes, ...] = ((1, 2, 1), (1, 4, 1), (1, 2, 2), (1, 3, 1), (1, 1, 
 def test_every_mask(sizes: Sizes, exchange: str, ranks: Pool) -> None:
     # cases H29, H34, H36, H40, P24, P36, P37, P46, P53, P54, D30, D32
     cases = all_cases()
-    for errors in ranks.run(parity, sizes, cases, "tiled", exchange, timeout=400):
+    for errors in ranks.run(parity, Job(sizes, cases, "tiled", exchange), timeout=400):
+        for index, what, error in errors:
+            assert error <= ROUNDING, (cases[index], what, error)
+
+
+@pytest.mark.parametrize(("sizes", "exchange"), [((1, 3, 1), "p2p"), ((1, 2, 2), "gather")], ids=str)
+def test_every_option_with_every_other(sizes: Sizes, exchange: str, ranks: Pool) -> None:
+    cases = every_option()
+    assert len(set(cases)) == 72
+    for errors in ranks.run(parity, Job(sizes, cases, "tiled", exchange), timeout=400):
         for index, what, error in errors:
             assert error <= ROUNDING, (cases[index], what, error)
 
@@ -54,7 +71,7 @@ def test_every_mask(sizes: Sizes, exchange: str, ranks: Pool) -> None:
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_other_kernels(sizes: Sizes, kernel: str, ranks: Pool) -> None:
     cases = all_cases()[::5]
-    for errors in ranks.run(parity, sizes, cases, kernel, "auto", timeout=400):
+    for errors in ranks.run(parity, Job(sizes, cases, kernel), timeout=400):
         for index, what, error in errors:
             assert error <= ROUNDING, (cases[index], what, error)
 
@@ -146,7 +163,16 @@ def test_causal_work_is_the_same_on_every_rank() -> None:
     assert sum(work) == 1024 * 1025 // 2
 
 
-def test_one_process_takes_every_mask() -> None:
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Tensors of a few hundred numbers: threads cost more than they save."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_one_process_takes_every_mask(one_thread: None) -> None:
     cases = all_cases()
     for case, kernel in product(cases, ("tiled", "reference")):
         x, up = inputs(case)

@@ -29,6 +29,10 @@ __all__ = [
 
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (FLASH4, CUDNN, FLASH, CPU, TILED)}
 """In order of preference. "reference", plain torch with any derivative, is no kernel of this interface."""
+EVERY = """\
+all: causal and bidirectional, kv heads that divide the query heads
+all: sinks, joined to the result by log-sum-exp; not by chunks of heads"""
+"""What needs no feature of a kernel."""
 
 
 def choose(
@@ -91,7 +95,7 @@ def _obstacles(
 
 
 def capabilities() -> str:
-    """A table for people: kernel by device, types and features, in order of preference."""
+    """A table for people: kernel by device, types and features, in order of preference; then the features."""
     rows = [("kernel", "device", "types", *FEATURES)]
     for kernel in KERNELS.values():
         types = " ".join(str(dtype).removeprefix("torch.") for dtype in kernel.dtypes)
@@ -100,4 +104,4 @@ def capabilities() -> str:
     rows.append(("reference", "any", "any", *("yes" for _ in FEATURES)))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([*lines, "", *(f"{f}: {text}" for f, text in FEATURES.items())])
+    return "\n".join([*lines, *(f"{f}: {text}" for f, text in FEATURES.items()), *EVERY.splitlines()])

@@ -39,7 +39,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def causal_model(family: str, **changes: Any) -> Any:
-    """Float64, every weight random and large enough to matter, norms in the model's own precision."""
+    """Float64, every weight random and large enough to matter, norms in the model's own precision.
+
+    "llama, both ways": its layers look at the tokens behind them too.
+    """
+    family, _, both_ways = family.partition(", ")
     fields = {**_BASE, **FAMILIES.get(family, {}), **changes}
     config = AutoConfig.for_model(family, **fields)
     torch.manual_seed(0)
@@ -50,6 +54,9 @@ def causal_model(family: str, **changes: Any) -> Any:
     with torch.no_grad():
         for key, value in model.named_parameters():
             value.normal_(1.0 if "norm" in key else 0.0, 0.3)
+    if both_ways:
+        for layer in model.model.layers:
+            layer.self_attn.is_causal = False
     return exact_norms(model)
 
 
@@ -78,7 +85,9 @@ def dense(
         scores = kwargs["softcap"] * torch.tanh(scores / kwargs["softcap"])
     at = torch.arange(q.shape[2])
     seen = torch.stack([torch.bucketize(at, torch.tensor(row[1:]), right=True) for row in edges])
-    allowed = (seen[:, :, None] == seen[:, None, :]) & (at[:, None] >= at[None, :])
+    allowed = seen[:, :, None] == seen[:, None, :]
+    if module.is_causal:
+        allowed = allowed & (at[:, None] >= at[None, :])
     if kwargs.get("sliding_window"):
         allowed = allowed & (at[:, None] - at[None, :] < kwargs["sliding_window"])
     scores = scores.masked_fill(~allowed[:, None], float("-inf"))

@@ -38,6 +38,7 @@ RUNS = {
         ("gemma2", 1, 2, 1, "ring", "packed", False),
         ("gpt_oss", 1, 1, 2, "ulysses", "packed", False),
         ("mistral", 1, 2, 1, "ring", "whole rows", True),
+        ("llama, both ways", 1, 1, 2, "ulysses", "whole rows", True),
     ],
     4: [
         ("llama", 1, 1, 4, "ulysses", "packed", False),
@@ -48,6 +49,9 @@ RUNS = {
         ("gpt_oss", 1, 2, 2, "usp", "packed", True),
         ("gpt_oss", 2, 2, 1, "ring", "whole rows", False),
         ("qwen3", 1, 2, 2, "usp", "short", False),
+        ("gemma2", 1, 2, 2, "usp", "packed", False),
+        ("llama, both ways", 1, 2, 2, "usp", "packed", False),
+        ("llama, both ways", 2, 2, 1, "ring", "packed", False),
         ("llama", 1, 2, 2, "ulysses", "packed", False),  # ring only repeats: its copies must not count twice
     ],
 }
@@ -55,7 +59,7 @@ RUNS = {
 
 @pytest.mark.parametrize("world", RUNS)
 def test_equals_the_unsharded_model(world: int, two: Pool, four: Pool) -> None:
-    # cases H5, H29, H30, H33, H40, H41, H46, H56, D28, D29, P30, P33
+    # cases H5, H29, H30, H33, H40, H41, H46, H56, D28, D29, P24, P30, P33
     for run in RUNS[world]:
         results = {2: two, 4: four}[world].run(on_rank, *run)
         assert_same(results[0], unsharded(causal_model(run[0]), rows_of(run[5])), run)

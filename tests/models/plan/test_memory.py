@@ -71,6 +71,8 @@ RUNS: list[tuple[LlamaConfig, str, dict[str, int], int, dict[str, Any]]] = [
     (FEW, "usp", TWO, 131072, {"remat": "full", "group": 2}),
     (FEW, "usp", TWO, 131072, {**KEEP, "mlp_tile": 16384}),
     (SMALL_HEAD, "usp", TWO, 131072, {**KEEP, "mlp_tile": 16384, "offload": "host"}),
+    (SMALL_HEAD, "usp", TWO, 131072, {"remat": "full", "mlp_tile": 8192, "offload": "host"}),
+    (FEW, "usp", TWO, 131072, {**KEEP, "group": 2, "offload": "host"}),
     (SMALL_HEAD, "usp", TWO, 262144, {"remat": "full", "mlp_tile": 16384, "head_chunks": 4}),
     (SMALL_HEAD, "ulysses", {"dp": 2, "ring": 1, "ulysses": 4}, 262144, KEEP),
     (SMALL_HEAD, "ring", {"dp": 1, "ring": 4, "ulysses": 1}, 131072, KEEP),
@@ -89,6 +91,18 @@ def test_the_step_itself(
     got, got_host = predicted(cfg, table, sizes, seq_len, **options)
     assert got / GIB == pytest.approx(want / GIB, rel=0.1)
     assert got_host == pytest.approx(host, rel=0.01)
+
+
+def test_the_heads_gradient_is_under_way_in_the_last_layer_alone() -> None:
+    """Whole, in float32; with remat it is waited for before."""
+    for remat, table, want in (("none", "usp", [3]), ("full", "usp", []), ("none", "replicated", [])):
+        memory = training_memory(
+            FEW, TABLES[table], TWO, batch=1, seq_len=8192, dtype=torch.bfloat16, remat=remat
+        )
+        held = [phase for phase in memory.phases if phase.parts.get("head's gradient under way")]
+        assert [phase.name.split(",")[0] for phase in held] == [f"layer {i}" for i in want]
+        for phase in held:
+            assert phase.parts["head's gradient under way"] == 4 * (128256 + 1) * 4096
 
 
 def test_settings_cost_more_as_sequences_grow() -> None:

@@ -1,0 +1,36 @@
+"""With how many heads a rank attends, all at once or by chunks, in numbers alone."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from usp.head_chunks import deal_chunks
+from usp.heads import Deal, with_equal_groups
+
+
+class Heads(NamedTuple):
+    """Query and kv heads that one rank attends with."""
+
+    q: int
+    kv: int
+
+
+def attended(deal: Deal, group: int) -> Heads:
+    """Heads of `deal` once kv heads are repeated where that is needed, see `with_equal_groups`."""
+    kv = torch.empty(1, 1, deal.kv_stop - deal.kv_start, 1, device="meta")
+    return Heads(deal.q_stop - deal.q_start, with_equal_groups(kv, kv, deal, group)[0].shape[2])
+
+
+@lru_cache(maxsize=64)  # asked in every layer
+def ring_heads(num_heads: int, num_kv_heads: int, parts: int, num_chunks: int) -> Heads:
+    """Heads by which a ring decides how keys travel, for all chunks of all `parts` ranks alike.
+
+    Those of the chunk with the most keys beside its queries: where all keys take no more room than q there,
+    they take no more in any other.
+    """
+    chunks = deal_chunks(num_heads, num_kv_heads, parts, num_chunks)
+    each = {attended(deal, num_heads // num_kv_heads) for chunk in chunks for deal in chunk.deals}
+    return max((heads for heads in each if heads.q), key=lambda h: (h.kv / h.q, h))
