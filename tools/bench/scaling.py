@@ -70,7 +70,7 @@ def parts(
     for n in counts:
         for seq_len in dict.fromkeys((per_gpu * n, whole)):
             step = guess_seconds(cfg, seq_len, n, device)
-            each = step * sum(repeats(step, steps, locks=True)) + EACH_SECONDS
+            each = step * sum(repeats(step, steps)) + EACH_SECONDS
             part = Part(n, seq_len, (), START_SECONDS)
             for setting in schemes(cfg, n, 2 if n > 2 and seq_len == per_gpu * n else 0):
                 if part.settings and part.seconds + each > PART_SECONDS:

@@ -28,6 +28,7 @@ from usp.mesh import TABLES, build_mesh, local_shape
 from usp.models import LlamaConfig
 from usp.models.plan.settings import SPARE, candidates
 from usp.optim import clip_scale
+from usp.tools.bench import waits
 from usp.tools.bench.job import PLAN, Job, Row, Setting
 from usp.tools.bench.place import Place, kernel_name
 from usp.tools.bench.shape import figures, guess_seconds, shape
@@ -143,9 +144,8 @@ class Model:
         for options in self.plans(setting, seq_len, **given):
             release(device)  # also what an attempt that ran out of memory has left
             memory, arena = self.foretold(seq_len, **given, **options), Arena()
-            locks = options["offload"] == "host"
-            steps, warmup = repeats(guess, job.steps, locks=locks)
-            own = {"arena": arena if locks else None}
+            steps, warmup = repeats(guess, job.steps)
+            own = {"arena": arena if options["offload"] == "host" else None}
             row |= {**options, "compile": compiled, "dtype": str(self.place.dtype).removeprefix("torch.")}
             row |= {
                 "foretold": memory.peak.nbytes,
@@ -168,15 +168,19 @@ class Model:
             row["host_bytes"] = arena.nbytes
             if job.trace:
                 name = re.sub(r"[^a-z0-9]+", "-", setting.label)
-                self.trace(step, Path(job.trace) / f"{name}-{seq_len}.json")
+                row |= self.trace(step, Path(job.trace) / f"{name}-{seq_len}.json")
             return figures(row, self.cfg)
         return row
 
-    def trace(self, step: Callable[[], Tensor], path: Path) -> None:
-        """A Chrome trace of one more step, from the first rank."""
+    def trace(self, step: Callable[[], Tensor], path: Path) -> Row:
+        """A Chrome trace of one more step, from the first rank, and beside it what it says, in words."""
         with torch.profiler.profile() as profile:
             step()
             wait(self.place.device)
-        if self.place.rank == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            profile.export_chrome_trace(str(path))
+        if self.place.rank:
+            return {}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        profile.export_chrome_trace(str(path))
+        path.with_suffix(".txt").write_text("\n".join(waits.report(path)) + "\n", encoding="utf-8")
+        found = waits.streams(path)
+        return {"waits": found[0].waits} if found else {}

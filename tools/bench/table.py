@@ -69,7 +69,7 @@ COLUMNS: Mapping[str, tuple[Column, ...]] = MappingProxyType(
     {
         "step": (
             *_WHO, _LENGTH, Column("kernel", word("kernel")), *_RATES, _PEAK,
-            Column("KiB/token", number("kib_per_local_token")),
+            Column("KiB/token", number("kib_per_local_token")), Column("waits", number("waits", ".1%")),
             Column("ours/it", number("ours_over", ".2f")), Column("how", how),
         ),
         "memory": (
@@ -119,12 +119,11 @@ COLUMNS: Mapping[str, tuple[Column, ...]] = MappingProxyType(
 
 def table(what: str, rows: Sequence[Row]) -> str:
     """Columns for what was measured; a row that failed says why in their place."""
-    columns = COLUMNS[what]
+    done = [row for row in rows if "error" not in row]
+    columns = [c for c in COLUMNS[what] if not done or any(c.text(row) != NOTHING for row in done)]
     named = [column for column in columns if column.text is not how]
     cells = [[column.title for column in columns]]
-    for row in rows:
-        if "error" not in row:
-            cells.append([str(column.text(row)) for column in columns])
+    cells += [[str(column.text(row)) for column in columns] for row in done]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     lines = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in cells]
     for row in (row for row in rows if "error" in row):

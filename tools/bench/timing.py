@@ -91,14 +91,14 @@ def measure(step: Callable[[], Tensor], *, steps: int, warmup: int, device: torc
     }  # fmt: skip
 
 
-def repeats(guess: float, most: int, *, locks: bool = False) -> tuple[int, int]:
+def repeats(guess: float, most: int) -> tuple[int, int]:
     """(timed steps, warm-up steps of the same length) for a step of about `guess` seconds.
 
-    A long step has no warm-up of its own, as short ones have compiled everything by then, see `SHORT`; where
-    the first of a length `locks` buffers of the host, only a step so long that it hardly shows has none.
+    The first step of a length locks buffers of the host, and compiles what only its size asks for (past 2^31
+    entries indices are wider). Only a step so long that this hardly shows has no warm-up but `SHORT` ones.
     """
     steps = most if guess <= 0 else min(most, max(1, round(10 / guess)))
-    return steps, 0 if guess > (120 if locks else 20) else 1
+    return steps, 0 if guess > 120 else 1
 
 
 class Timed(NamedTuple):

@@ -17,15 +17,14 @@ LLAMA = LlamaConfig(
 )
 TWO = {"dp": 1, "ring": 1, "ulysses": 2}
 GIB = 2**30
-BENCH = Path(__file__).parents[3] / "tools" / "bench" / "results" / "step-2xH200.jsonl"
-# Of these later stages the code is today's; before "coalesced", clipping made gradients anew.
-STAGES = ("compiled", "wire", "coalesced", "final")
+RESULTS = Path(__file__).parents[3] / "tools" / "bench" / "results"
 
 
 def measured_steps() -> list[dict[str, Any]]:
-    """Peaks of whole steps, by torch.cuda.max_memory_allocated; without tiles, which hold more by now."""
-    rows = [json.loads(line) for line in BENCH.read_text(encoding="utf-8").splitlines()]
-    return [row for row in rows if row["stage"] in STAGES and "peak" in row and not row["mlp_tile"]]
+    """Whole steps of ours, by torch.cuda.max_memory_allocated: `usp bench` and `usp bench --what memory`."""
+    files = [json.loads((RESULTS / f"{what}-2xH200.json").read_text("utf-8")) for what in ("step", "memory")]
+    rows = [row for file in files for run in file["runs"] for row in run["rows"]]
+    return [row for row in rows if row["contender"] == "usp" and "peak" in row]
 
 
 def predicted(
@@ -38,22 +37,19 @@ def predicted(
 
 
 @pytest.mark.parametrize(
-    "row", measured_steps(), ids=lambda row: f"{row['stage']}-{row['seq_len']}-{row['remat']}"
+    "row", measured_steps(), ids=lambda row: f"{row['layers']}-{row['seq_len']}-{row['label']}"
 )
 def test_measured_on_gpus(row: dict[str, Any]) -> None:
-    ring, stored = row["ring"], row.get("stored", 0)
-    remat = ("attention",) * (row["layers"] - stored) + ("none",) * stored if stored else row["remat"]
-    names = ("group", "offload", "head_chunks", "mlp_tile", "compile")
-    nbytes, _ = predicted(
+    names = ("remat", "group", "offload", "head_chunks", "mlp_tile", "compile")
+    nbytes, host = predicted(
         replace(LLAMA, num_layers=row["layers"]),
         row["table"],
-        {"dp": 1, "ring": ring, "ulysses": row["world"] // ring},
+        {"dp": 1, "ring": row["ring"], "ulysses": row["world"] // row["ring"]},
         row["seq_len"],
-        remat=remat,
-        clip_copies=row["stage"] in ("compiled", "wire"),
         **{name: row[name] for name in names},
     )
     assert nbytes / GIB == pytest.approx(row["peak"] / GIB, rel=0.1)
+    assert host == pytest.approx(row["host_bytes"], rel=0.01)
 
 
 @pytest.mark.parametrize(("seq_len", "measured"), [(32768, 27.8), (131072, 46.8)])

@@ -176,7 +176,7 @@ def run_variants(job: Job, place: Place, prepare: Callable[[str, int, int], Prep
         for seq_len in sorted(job.seq_lens):
             row = {**job.facts(), "label": variant, "variant": variant, "seq_len": seq_len, "base": base}
             guess = guess_seconds(cfg, seq_len, place.world, place.device.type)
-            steps, warmup = repeats(guess, job.steps, locks=variant == "least")
+            steps, warmup = repeats(guess, job.steps)
             row["dtype"] = str(place.dtype).removeprefix("torch.")
             try:
                 step, facts = prepare(variant, seq_len, how_often(variant, cfg, seq_len, place))

@@ -1,0 +1,41 @@
+"""How long the compute stream of a trace stands still."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from usp.tools.bench.waits import report, streams
+
+
+def event(stream: int, start: float, took: float, name: str, cat: str = "kernel") -> dict[str, Any]:
+    return {"ph": "X", "cat": cat, "ts": start, "dur": took, "name": name, "args": {"stream": stream}}
+
+
+def test_waits_of_each_stream(tmp_path: Path) -> None:
+    events = [
+        event(7, 100.0, 1000.0, "product"),
+        event(7, 1099.5, 500.5, "norm"),  # half a microsecond of it overlaps
+        event(7, 2600.0, 500.0, "product"),  # after one millisecond of nothing
+        event(20, 500.0, 100.0, "ncclDevKernel", "gpu_memcpy"),
+        {"ph": "X", "cat": "cpu_op", "ts": 0.0, "dur": 9e6, "name": "host"},
+        {"ph": "i", "cat": "kernel", "ts": 0.0, "name": "mark"},
+    ]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
+    compute, other = streams(path)
+    assert (compute.name, other.name) == ("7", "20")
+    assert compute.span == pytest.approx(3.0)
+    assert compute.busy == pytest.approx(2.0)
+    assert compute.waits == pytest.approx(1 / 3)
+    assert compute.kernels["product"] == pytest.approx(1.5)
+    assert other.waits == pytest.approx(0.0)
+    assert next(report(path)) == "stream 7: 2.00 of 3.00 ms busy, waits 33.3%"
+
+
+def test_a_trace_without_a_gpu(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text('{"traceEvents": []}', encoding="utf-8")
+    assert streams(path) == []
+    assert list(report(path)) == []
