@@ -175,7 +175,7 @@ class Bundle:
                 whole = [cast(Tensor, grads[s.index]) for s in slots]
                 running.append(start_scatter(route.stages, slots, whole, dtype))
                 for slot in slots:
-                    out[slot.index] = None  # what travels is a copy
+                    out[slot.index] = None  # not held here while it travels
         for i, move in self._moves.items():
             g = out[i]
             out[i] = None if g is None else move.transposed().run(g.to(_sum_dtype(g)))

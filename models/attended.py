@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from usp.deal import Deal, with_equal_groups
 from usp.head_chunks import deal_chunks
-from usp.heads import Deal, with_equal_groups
 
 
 class Heads(NamedTuple):

@@ -10,7 +10,8 @@ from typing import TypedDict
 from torch import Tensor
 
 from usp import attention, heads_to_seq, seq_to_heads
-from usp.heads import Deal, heads_to_ranks, trading_axis, wired_to_heads, with_equal_groups
+from usp.deal import Deal, with_equal_groups
+from usp.heads import heads_to_ranks, trading_axis, wired_to_heads
 from usp.kept import Kept
 from usp.levels import levels
 from usp.mesh import Table, axis_sizes, redistribute

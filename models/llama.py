@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from usp import Shard, linear_cross_entropy, scan
+from usp.levels import one_gradient
 from usp.mesh import P, Table, axis_sizes, redistribute
 from usp.models.block import block
 from usp.models.config import LlamaConfig
@@ -62,10 +63,10 @@ def _hidden(
 
 
 def _stored(options: Options) -> bool:
-    """Whether no layer is run again: then no gather of the backward stands behind the head's gradient, and
-    the peak of memory is the loss, not a layer."""
+    """Whether the scan runs no layer again and sends gradients behind (`usp.scan`): then no gather of the
+    backward stands behind the head's gradient, and the peak of memory is the loss, not a layer."""
     remat = options.get("remat", "none")
-    return remat == "none" or set(remat) == {"none"}
+    return one_gradient() and (remat == "none" or set(remat) == {"none"})
 
 
 def _normed(
@@ -89,9 +90,9 @@ def hidden(
     mlp_tile=None, the tokens that the MLP sees at a time; kernel="auto", see `usp.attention`; head_chunks=1,
     in how many parts a rank's heads are taken through attention (`usp.head_chunks`).
 
-    Communicates, per layer: 2 all-to-alls each way over the axis that attention trades for heads, 1 gather
-    for all its parameters that are sharded at rest (with remat one more in the backward) and 1 reduce-scatter
-    of their gradients. ValueError from `check_layout` and `scan`.
+    Communicates, per layer: 2 all-to-alls each way over the axis that attention trades for heads (more with
+    `head_chunks`, see there), 1 gather for all its parameters that are sharded at rest (with remat one more
+    in the backward) and 1 reduce-scatter of their gradients. ValueError from `check_layout` and `scan`.
     """
     check_options(params, shard, cfg, table=table, mesh=mesh, options=options)
     dtype = options.get("dtype")

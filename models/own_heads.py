@@ -12,7 +12,7 @@ from math import prod
 
 from torch import Tensor
 
-from usp.heads import Deal, deal_heads
+from usp.deal import Deal, deal_heads
 from usp.mesh import P, Table, axis_sizes, coordinates
 from usp.models.config import LlamaConfig
 from usp.models.params import Block, Mesh

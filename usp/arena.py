@@ -71,6 +71,12 @@ class Lease:
         return _shaped(buffer, like)
 
 
+def wait_for(event: Any, device: torch.device) -> None:
+    """Hold up the current stream, not the host, until an event, if there is one."""
+    if event is not None:
+        torch.cuda.current_stream(device).wait_event(event)
+
+
 @dataclass
 class Copied:
     """A copy under way: what it fills, and the device at the other end."""
@@ -81,8 +87,7 @@ class Copied:
 
     def wait(self) -> None:
         """Hold up the current stream, not the host, until the copy is done."""
-        if self.event is not None:
-            torch.cuda.current_stream(self.device).wait_event(self.event)
+        wait_for(self.event, self.device)
 
     def ready(self) -> Tensor:
         self.wait()

@@ -10,40 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from usp.deal import deal_heads, with_equal_groups
 from usp.mesh import MeshLike, P, Table, axis_sizes, coordinates, exchange
 from usp.mesh.spec import chunk_lengths, local_range
 from usp.wire import can_wire, from_wire, to_wire
-
-
-class Deal(NamedTuple):
-    """Heads of one rank: query heads [q_start, q_stop), kv heads [kv_start, kv_stop)."""
-
-    q_start: int
-    q_stop: int
-    kv_start: int
-    kv_stop: int
-
-
-def deal_heads(num_heads: int, num_kv_heads: int, parts: int) -> tuple[Deal, ...]:
-    """Heads of each of `parts` ranks. Raises ValueError when groups do not divide."""
-    if num_kv_heads < 1 or num_heads % num_kv_heads:
-        raise ValueError(
-            f"num_heads={num_heads} must be a multiple of num_kv_heads, got num_kv_heads={num_kv_heads}. "
-            f"Check the model configuration."
-        )
-    group = num_heads // num_kv_heads
-    deals, start = [], 0
-    for i in range(parts):
-        stop = start + num_heads // parts + (i < num_heads % parts)
-        kv_start = start // group
-        deals.append(Deal(start, stop, kv_start, -(-stop // group) if stop > start else kv_start))
-        start = stop
-    return tuple(deals)
 
 
 def seq_to_heads(
@@ -173,20 +147,6 @@ def _cut_wire(dealt: Sequence[Dealt]) -> Tensor:
     return torch.cat(blocks, 1)
 
 
-def with_equal_groups(k: Tensor, v: Tensor, deal: Deal, group: int) -> tuple[Tensor, Tensor]:
-    """Received kv heads repeated where needed, so that all serve equally many of this rank's query heads.
-
-    k, v [B, S, K', H] hold the kv heads of `deal`; `group` query heads share one in the whole model.
-    """
-    order = _local_groups(deal, group)
-    if order is None:
-        return k, v
-    dtype, wide = k.dtype, torch.promote_types(k.dtype, torch.float32)
-    # slices, not an index tensor: making one on a GPU would wait for it
-    k, v = (torch.cat([t[:, :, i : i + 1] for i in order], 2) for t in (k.to(wide), v.to(wide)))
-    return k.to(dtype), v.to(dtype)
-
-
 def heads_to_seq(o: Tensor, *, num_heads: int, mesh: MeshLike, table: Table, seq_len: int) -> Tensor:
     """Move attention's output o [B, S, N, H] from `table.q` back to where `seq_to_heads` found q.
 
@@ -196,8 +156,15 @@ def heads_to_seq(o: Tensor, *, num_heads: int, mesh: MeshLike, table: Table, seq
     axis = trading_axis(table, mesh)
     if axis is None:
         return o
+    rows, size = o.shape[0], o.shape[3]
     counts, lengths = _checked_back(o, num_heads, mesh, axis, seq_lengths(table, mesh, axis, seq_len))
-    return trade_back(o, mesh, axis, counts, lengths)
+    own = lengths[coordinates(mesh)[axis]]
+    if len(set(counts)) == 1:
+        back = heads_to_ranks(o, num_heads=num_heads, mesh=mesh, table=table, seq_len=seq_len)
+        return back.view(rows, own, num_heads, size)
+    blocks = torch.split(_sent_back(o, mesh, axis, counts, lengths), [own * rows * n * size for n in counts])
+    heads = [b.view(own, rows, n, size) for b, n in zip(blocks, counts, strict=True)]
+    return torch.cat(heads, 2).transpose(0, 1)
 
 
 def heads_to_ranks(o: Tensor, *, num_heads: int, mesh: MeshLike, table: Table, seq_len: int) -> Tensor:
@@ -224,22 +191,6 @@ def _checked_back(
             f"num_heads={num_heads} and seq_len. Pass what attention made of seq_to_heads' q."
         )
     return counts, lengths
-
-
-def trade_back(
-    o: Tensor, mesh: MeshLike, axis: str, num_heads: tuple[int, ...], own_seq: tuple[int, ...]
-) -> Tensor:
-    """o [B, S, own heads, H] -> [B, S@axis, all ranks' heads, H]: 1 all-to-all; `num_heads` of each rank.
-
-    One copy unpacks; for B = 1 packing is free.
-    """
-    me, (rows, _, own, size) = coordinates(mesh)[axis], o.shape
-    came = _sent_back(o, mesh, axis, num_heads, own_seq)
-    if len(set(num_heads)) == 1:
-        return _unwired_back(came, len(num_heads), o).view(rows, own_seq[me], len(num_heads) * own, size)
-    blocks = torch.split(came, [own_seq[me] * rows * n * size for n in num_heads])
-    heads = [b.view(own_seq[me], rows, n, size) for b, n in zip(blocks, num_heads, strict=True)]
-    return torch.cat(heads, 2).transpose(0, 1)
 
 
 def _sent_back(
@@ -288,13 +239,3 @@ def seq_lengths(table: Table, mesh: MeshLike, axis: str, seq_len: int) -> tuple[
     outer = tuple(a for a in table.attn_x[1] if a != axis)
     block = local_range(seq_len, outer, sizes, coordinates(mesh))[1]
     return tuple(chunk_lengths(block, sizes[axis]))
-
-
-def _local_groups(deal: Deal, group: int) -> list[int] | None:
-    """Received kv head of each slot so that all serve equally many query heads; None if as received."""
-    if deal.q_start == deal.q_stop:
-        return None
-    used = [head // group - deal.kv_start for head in range(deal.q_start, deal.q_stop)]
-    runs = [used.count(kv) for kv in range(deal.kv_stop - deal.kv_start)]
-    size = next(n for n in range(min(runs), 0, -1) if all(run % n == 0 for run in runs))
-    return None if all(run == size for run in runs) else used[::size]

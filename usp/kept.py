@@ -75,6 +75,14 @@ class Kept:
         if not self._awaited and self._go_on is not None:
             self._go_on()
 
+    def done(self) -> None:
+        """The run is over: ValueError when it asked less often than the forward pass."""
+        if self._replaying and self._calls != len(self.trees):
+            raise ValueError(
+                f"kept must be asked as often as in the forward pass, got {self._calls} of {len(self.trees)} "
+                f"calls. Let the block make the same calls whenever it runs."
+            )
+
     def _used(self) -> None:
         self._awaited -= 1
         self.prepared()

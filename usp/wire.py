@@ -23,10 +23,13 @@ Heads = tuple[tuple[int, int], ...]
 """(number, size) of all heads of each tensor."""
 
 
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
 def can_wire(x: Tensor) -> bool:
     """Whether this module takes tensors like x here and now: it has no vmap."""
-    plain = x.device.type == "cuda" and not torch.compiler.is_compiling() and not levels()
-    return plain and _kernel() is not None
+    plain = x.device.type == "cuda" and x.dtype in DTYPES  # what float32 is wide enough to rotate in
+    return plain and not torch.compiler.is_compiling() and not levels() and _kernel() is not None
 
 
 def to_wire(tensors: Sequence[Tensor], ranks: int, *, turn: tuple[Tensor, Tensor] | None = None) -> Tensor:
@@ -130,7 +133,8 @@ class _FromWire(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         cos, sin = ctx.saved_tensors
         as_sent = grads[0].permute(2, 1, 0, 3)
-        if len(grads) == 1 and grads[0].shape[2] == ctx.move.ranks and as_sent.is_contiguous():
+        alone = cos is None and len(grads) == 1 and grads[0].shape[2] == ctx.move.ranks
+        if alone and as_sent.is_contiguous():
             return None, as_sent, None, None
         return None, _ToWire.apply(ctx.move, cos, sin, *grads), None, None  # type: ignore[no-untyped-call]
 

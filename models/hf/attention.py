@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from usp import Shard, attention, heads_to_seq, seq_to_heads
-from usp.heads import deal_heads, trading_axis
+from usp.deal import deal_heads
+from usp.heads import trading_axis
 from usp.mesh import MeshLike, Table, axis_sizes, coordinates
 from usp.models.hf.handed import Handed
 

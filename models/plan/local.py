@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from usp.heads import Deal, deal_heads, trading_axis
+from usp.deal import Deal, deal_heads
+from usp.heads import trading_axis
 from usp.mesh import P, Table
 from usp.mesh.spec import local_range
 from usp.models.attended import Heads, attended, ring_heads

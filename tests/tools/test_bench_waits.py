@@ -31,11 +31,11 @@ def test_waits_of_each_stream(tmp_path: Path) -> None:
     assert compute.waits == pytest.approx(1 / 3)
     assert compute.kernels["product"] == pytest.approx(1.5)
     assert other.waits == pytest.approx(0.0)
-    assert next(report(path)) == "stream 7: 2.00 of 3.00 ms busy, waits 33.3%"
+    assert next(report([compute, other])) == "stream 7: 2.00 of 3.00 ms busy, waits 33.3%"
 
 
 def test_a_trace_without_a_gpu(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.write_text('{"traceEvents": []}', encoding="utf-8")
     assert streams(path) == []
-    assert list(report(path)) == []
+    assert list(report([])) == []

@@ -16,7 +16,7 @@ from tests.mesh.cases import Sizes, mesh_of, outside
 from tests.schemes import SCHEMES
 from tests.usp.dense import normal
 from usp import attention, heads_to_seq, seq_to_heads
-from usp.heads import Deal, deal_heads, with_equal_groups
+from usp.deal import Deal, deal_heads, with_equal_groups
 from usp.mesh import axis_sizes, coordinates
 
 SAME = 3  # kinds of keys where scores are large

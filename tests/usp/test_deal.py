@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from usp.heads import _local_groups, deal_heads
+from usp.deal import _local_groups, deal_heads
 
 COUNTS = st.tuples(st.integers(1, 12), st.integers(1, 9), st.integers(1, 32))  # also fewer heads than ranks
 

@@ -15,8 +15,9 @@ from tests.mesh.cases import mesh_of
 from tests.pool import Pool
 from tests.usp.dense import Watch, normal
 from usp import attention, kernels
+from usp.deal import deal_heads
 from usp.head_chunks import Projections, Range, chunked_attention, deal_chunks
-from usp.heads import deal_heads, heads_to_seq, seq_to_heads
+from usp.heads import heads_to_seq, seq_to_heads
 from usp.mesh import TABLES
 from usp.ring import Ring
 from usp.setting import mask_of

@@ -15,7 +15,7 @@ from torch.func import grad, jvp, vjp, vmap
 from tests.mesh.cases import Sizes, dense, mesh_of, outside
 from tests.pool import Pool
 from usp import heads_to_seq, seq_to_heads
-from usp.heads import deal_heads
+from usp.deal import deal_heads
 from usp.mesh import TABLES, P, local_slices
 
 TABLE = TABLES["usp"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -192,3 +193,52 @@ def test_what_was_kept_goes_when_it_was_read() -> None:
     """Attention's output: until its backward is through only this layer's is there, then only the next's."""
     events_of(with_attention, remat="attention", offload="host", arena=LoggedArena())
     assert ALIVE == [0, 1] + [1, 1] * (DEPTH - 2) + [1, 0]
+
+
+def test_a_gradient_that_a_leaf_has_too() -> None:
+    """x and a leaf added to it get one gradient, in one memory: nobody may write over it."""
+
+    def plus(x: Tensor, leaves: tuple[Tensor, Tensor], kept: Kept | None = None) -> Tensor:
+        own = kept is not None and kept.own_grad
+        return tiled(lambda t, w: t + torch.sin(t @ w), x + leaves[0], leaves[1], tile=2, own_grad=own)
+
+    layers = [(normal(ROWS, DIM, seed=60 + i), normal(DIM, DIM, seed=70 + i)) for i in range(DEPTH)]
+
+    def plain(x: Tensor, layers: Any) -> Tensor:
+        for pos, w in layers:
+            x = x + pos
+            x = x + torch.sin(x @ w)
+        return x.square().sum()
+
+    x = X.clone().requires_grad_()
+    leaves = [tuple(t.clone().requires_grad_() for t in layer) for layer in layers]
+    flat = [t for layer in leaves for t in layer]
+    want = torch.autograd.grad(plain(x, leaves), [x, *flat])
+    _, grads = value_and_grad(lambda p: scan(plus, p[0], p[1], remat="full").square().sum())((X, layers))
+    for got, wish in zip([grads[0], *(t for layer in grads[1] for t in layer)], want, strict=True):
+        torch.testing.assert_close(got, wish, rtol=1e-12, atol=1e-12)  # products of other sizes
+
+
+def test_copies_are_waited_for_after_an_error() -> None:
+    """Memory that is still written to would be given away else."""
+    waited: list[Any] = []
+
+    class Failed(Exception):
+        pass
+
+    runs = iter(range(2 * DEPTH))
+
+    def fails(x: Tensor, w: Tensor, kept: Kept) -> Tensor:
+        if next(runs) == DEPTH + 1:  # the second run of the backward, with a kept tensor not yet asked for
+            raise Failed
+        kept.get(lambda: x.detach())
+        return x * w
+
+    with (
+        patch("usp.scan.memory.wait_for", lambda event, device: waited.append(event)),
+        pytest.raises(Failed),
+    ):
+        value_and_grad(
+            lambda x: scan(fails, x, [X] * DEPTH, remat="attention", offload="host", arena=Arena()).sum()
+        )(X)
+    assert len(waited) == 1

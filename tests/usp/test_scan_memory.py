@@ -173,6 +173,12 @@ def test_too_little_host_memory() -> None:
             run(remat=remat, offload="host", arena=Arena())
         with patch("usp.scan.memory.available_bytes", return_value=bytes_needed):
             run(remat=remat, offload="host", arena=Arena())
+    # inputs fit, and so does what is kept, but not both; the first input is there when the rest is judged
+    with (
+        patch("usp.scan.memory.available_bytes", return_value=need - X.nbytes - 1),
+        pytest.raises(ValueError, match="bytes available must hold"),
+    ):
+        run(remat="attention", offload="host", arena=Arena())
     arena = Arena()
     run(remat="full", offload="host", arena=arena)
     with patch("usp.scan.memory.available_bytes", return_value=0):  # what the arena has is enough
@@ -193,15 +199,16 @@ def test_available_bytes(tmp_path: Path) -> None:
     assert (available_bytes() or 0) > 0
 
 
-def test_a_block_that_asks_more_often_than_before() -> None:
-    times = iter([1, 1, 1, 2])
+@pytest.mark.parametrize(("times", "said"), [((1, 1, 1, 2), "call 2 of 1"), ((2, 2, 1), "1 of 2 calls")])
+def test_a_block_that_asks_more_or_less_often_than_before(times: tuple[int, ...], said: str) -> None:
+    left = iter(times)
 
     def uneven(x: Tensor, w: Tensor, kept: Kept) -> Tensor:
-        for _ in range(next(times)):
+        for _ in range(next(left)):
             kept.get(lambda: x.detach())
         return x * w
 
-    with pytest.raises(ValueError, match="as often as in the forward pass, got call 2 of 1"):
+    with pytest.raises(ValueError, match=f"as often as in the forward pass, got {said}"):
         value_and_grad(lambda x: scan(uneven, x, [X, X], remat="attention").sum())(X)
 
 

@@ -181,6 +181,6 @@ class Model:
             return {}
         path.parent.mkdir(parents=True, exist_ok=True)
         profile.export_chrome_trace(str(path))
-        path.with_suffix(".txt").write_text("\n".join(waits.report(path)) + "\n", encoding="utf-8")
         found = waits.streams(path)
+        path.with_suffix(".txt").write_text("\n".join(waits.report(found)) + "\n", encoding="utf-8")
         return {"waits": found[0].waits} if found else {}

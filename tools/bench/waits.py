@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,9 +37,8 @@ def streams(trace: Path) -> list[Stream]:
     return sorted((_measure(name, work) for name, work in found.items()), key=lambda s: -s.busy)
 
 
-def report(trace: Path) -> Iterator[str]:
-    """Lines for people: each stream, and what takes longest on the one that computes."""
-    found = streams(trace)
+def report(found: Sequence[Stream]) -> Iterator[str]:
+    """Lines for people: each stream, and what takes longest on the one that computes, the first."""
     for stream in found:
         yield (
             f"stream {stream.name}: {stream.busy:.2f} of {stream.span:.2f} ms busy, waits {stream.waits:.1%}"

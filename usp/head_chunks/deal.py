@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from usp.heads import Deal, deal_heads
+from usp.deal import Deal, deal_heads
 
 Range = tuple[int, int]
 

@@ -8,10 +8,10 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from usp.deal import with_equal_groups
 from usp.head_chunks.deal import Chunk, Range, batches, comes, needed
 from usp.head_chunks.project import Projections
 from usp.head_chunks.swap import Swap
-from usp.heads import with_equal_groups
 from usp.kernels import Kernel
 from usp.ring import Ring
 from usp.spans import Mask

@@ -42,10 +42,13 @@ class Origin:
         self._own = handover.own
         self._storage = None if self._own else weakref.ref(handover.grad.untyped_storage())
 
-    def handover(self, grad: Tensor) -> Handover:
-        """A block that passes its gradient on unchanged makes nobody an owner."""
+    def handover(self, grad: Tensor, others: Sequence[Tensor]) -> Handover:
+        """A block that passes its gradient on unchanged makes nobody an owner, nor does one that gives the
+        same memory to another of its inputs: `others` are the gradients found beside."""
         alive = None if self._storage is None else self._storage()
-        return Handover(grad, self._own or alive is None or alive._cdata != grad.untyped_storage()._cdata)
+        mine = grad.untyped_storage()._cdata
+        passed_on = not self._own and alive is not None and alive._cdata == mine
+        return Handover(grad, not passed_on and all(g.untyped_storage()._cdata != mine for g in others))
 
 
 def receiving(y: Tensor, arrived: Handover) -> Tensor:

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from usp.arena import Arena, Copied, Copies, Lease
+from usp.arena import Arena, Copied, Copies, Lease, wait_for
 from usp.host import available_bytes
 
 
@@ -39,6 +39,10 @@ class Reader(Protocol):
 
     def ahead(self) -> None:
         """Fetch what the visit after this one needs, unless that is under way already."""
+        ...
+
+    def stop(self) -> None:
+        """From here on the stream that computes finds every copy done: also after an error."""
         ...
 
 
@@ -105,6 +109,9 @@ class _Saved:
     def ahead(self) -> None:
         pass
 
+    def stop(self) -> None:
+        pass
+
 
 class HostMemory:
     """On the host, in buffers of an arena. The last layer's stays where it is: it is needed at once.
@@ -118,7 +125,8 @@ class HostMemory:
     keeps_input = False
 
     def __init__(self, arena: Arena, num_layers: int, group: int) -> None:
-        self._arena, self._num_layers, self._group = arena, num_layers, group
+        self._arena, self._num_layers = arena, num_layers
+        self._num_inputs = -(-(num_layers - 1) // group)
         self._lease: Lease | None = arena.lease()
         self._copies: Copies | None = None
         self._inputs: dict[int, Copied] = {}
@@ -133,7 +141,7 @@ class HostMemory:
             self._last = x, []
         elif x is not None:
             if layer == 0:
-                self._check_host(x, ())
+                self._check_host(x.nbytes * self._num_inputs, 0)
             self._inputs[layer] = self._out(x)
 
     def put_kept(self, layer: int, kept: Sequence[Tensor]) -> None:
@@ -141,7 +149,8 @@ class HostMemory:
             self._last = self._last[0], list(kept)
         else:
             if layer == 0:
-                self._check_host(None, kept)
+                ahead = self._inputs[0].tensor.nbytes * (self._num_inputs - 1)
+                self._check_host(ahead, sum(t.nbytes for t in kept) * (self._num_layers - 1))
             self._kept[layer] = [self._out(t) for t in kept]
 
     def outputs(self) -> list[Tensor]:
@@ -159,8 +168,7 @@ class HostMemory:
     def last(self, visit: Visit) -> Stored:
         """Of the last layer, which is let go."""
         x, kept = self._last
-        if visit.is_last:
-            self._last = None, []
+        self._last = None, []
         return Stored(x if visit.with_input else None, [partial(_itself, t) for t in kept])
 
     def _wait_for(self, left: int) -> None:
@@ -188,12 +196,9 @@ class HostMemory:
         self._under_way[-1].append((t, copied))
         return copied
 
-    def _check_host(self, x: Tensor | None, kept: Sequence[Tensor]) -> None:
-        """ValueError when what will be put does not fit the host, judged from the first layer."""
-        layers = self._num_layers - 1
-        need = sum(t.nbytes for t in kept) * layers
-        if x is not None:
-            need += x.nbytes * -(-layers // self._group)
+    def _check_host(self, inputs: int, kept: int) -> None:
+        """ValueError when so many bytes, judged from the first layer and yet to come, do not fit the host."""
+        need = inputs + kept
         have = available_bytes()
         if have is not None:
             have //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # shared with the other ranks of this host
@@ -211,6 +216,7 @@ class _FromHost:
     def __init__(self, memory: HostMemory, lease: Lease, visits: Sequence[Visit]) -> None:
         self._memory, self._lease, self._visits = memory, lease, deque(visits)
         self._coming: list[Copied] | None = None
+        self._handed: list[Callable[[], None]] = []  # waits for what the visit under way may not have read
 
     def ahead(self) -> None:
         if self._coming is None and self._visits:
@@ -220,11 +226,16 @@ class _FromHost:
         self.ahead()
         assert self._coming is not None
         visit, copies = self._visits.popleft(), self._coming
-        self._coming = None
+        self._coming, self._handed = None, []
         if self._memory.stays(visit):
             return self._memory.last(visit)
         x = copies.pop(0).ready() if visit.with_input else None
+        self._handed = [partial(wait_for, c.event, c.device) for c in copies]
         return Stored(x, [c.ready for c in copies])
+
+    def stop(self) -> None:
+        for wait in (*self._handed, *(copied.wait for copied in self._coming or ())):
+            wait()
 
 
 def _itself(t: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from usp.kept import Kept
 from usp.scan.ambient import Autocast, Random
 from usp.scan.handover import Handover, pull
-from usp.scan.memory import Memory, Visit
+from usp.scan.memory import Memory, Reader, Visit
 
 Leaf = Tensor | None
 
@@ -101,10 +101,23 @@ class Run:
         wanted: Wanted,
     ) -> tuple[Tensor | None, list[list[Leaf]]]:
         """Gradients of x and, layer by layer, of the leaves that want one. `handover`: that of the result."""
-        layers = self.split(flat)
-        visits = self._visits(len(layers), wanted.first())
-        weights = self.ahead(layers, [visit.layer for visit in visits])
+        visits = self._visits(len(self.num_leaves), wanted.first())
         memory = self.memory.reader(saved, visits)
+        try:
+            return self._back(handover, visits, memory, self.split(flat), consts, wanted)
+        finally:
+            memory.stop()
+
+    def _back(
+        self,
+        handover: Handover,
+        visits: Sequence[Visit],
+        memory: Reader,
+        layers: list[list[Any]],
+        consts: Sequence[Any],
+        wanted: Wanted,
+    ) -> tuple[Tensor | None, list[list[Leaf]]]:
+        weights = self.ahead(layers, [visit.layer for visit in visits])
         inputs: dict[int, Tensor] = {}
         grads: list[list[Leaf]] = [[None] * count for count in self.num_leaves]
         coming: tuple[int, Pending] | None = None
@@ -125,6 +138,7 @@ class Run:
                 memory.ahead()
                 with torch.no_grad(), self.random[i].replayed(), self.autocast.entered():
                     inputs[i + 1] = self.call(i, inputs[i], leaves, consts, kept)
+                kept.done()
                 del leaves
                 continue
             need_x = i > wanted.first() or wanted.x
@@ -160,15 +174,17 @@ class Run:
             x = x.detach().requires_grad_(need_x)
             leaves = [t.detach().requires_grad_() if w else t for t, w in zip(leaves, want, strict=True)]
             y = self.call(i, x, leaves, consts, kept)
+        kept.done()
         kept.prepared()
         wrt = [x] * need_x + [t for t, w in zip(leaves, want, strict=True) if w]
         if not wrt:
             return Handover(), [None] * len(leaves)
         origin = handover.follow()
-        found = iter(pull(y, wrt, handover) if y.requires_grad else [torch.zeros_like(t) for t in wrt])
+        found = pull(y, wrt, handover) if y.requires_grad else [torch.zeros_like(t) for t in wrt]
         del y
-        below = origin.handover(next(found)) if need_x else Handover()
-        return below, [next(found) if w else None for w in want]
+        below = origin.handover(found.pop(0), found) if need_x else Handover()
+        rest = iter(found)
+        return below, [next(rest) if w else None for w in want]
 
     def call(
         self, i: int, x: Tensor, leaves: list[Any], consts: Sequence[Any], kept: Kept | None = None
