@@ -73,11 +73,12 @@ def _factors(
     weight_decay: float,
     scale: float | Tensor,
 ) -> Tensor:
-    """[leaves, 8]: what `one_pass` is told of each leaf, worked out on the device; float64, as in torch."""
+    """[leaves, 12]: what `one_pass` is told of each leaf, worked out on the device; float64, as in torch."""
     count = torch.stack(list(steps)).double()
     kept_m, kept_v = 1 - betas[0] ** count, 1 - betas[1] ** count
-    columns = (scale, lr * weight_decay, 1 - betas[0], 1 - betas[1], lr / kept_m, kept_v.rsqrt(), eps, 0.0)
-    table = count.new_empty(len(steps), len(columns))  # 8, not 7: every row starts at a multiple of 16 bytes
+    shares = (1 - betas[0], betas[0], 1 - betas[1], betas[1])
+    columns = (scale, lr * weight_decay, *shares, lr / kept_m, kept_v.rsqrt(), eps)
+    table = count.new_zeros(len(steps), 12)  # every row starts at a multiple of 16 bytes
     for place, column in enumerate(columns):
         table[:, place] = column
     return table
@@ -93,16 +94,20 @@ def _pieces(t: Tensor) -> Sequence[Tensor]:
 
 
 def one_pass(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, factors: Tensor) -> None:
-    """One step with these `_factors`, computed in their dtype. Factors near 1 would lose digits: none is."""
-    scale, decay, share_m, share_v, size, root, eps, _ = factors.unbind()
+    """One step with these `_factors`, computed in their dtype."""
+    scale, decay, share_m, keep_m, share_v, keep_v, size, root, eps, *_ = factors.unbind()
     wide = factors.dtype
     g, old_m, old_v, old_p = grad.to(wide) * scale, m.to(wide), v.to(wide), p.to(wide)
-    new_m = old_m + (g - old_m) * share_m
-    new_v = old_v + (g * g - old_v) * share_v
+    new_m, new_v = _mean(old_m, g, share_m, keep_m), _mean(old_v, g * g, share_v, keep_v)
     new_p = old_p - old_p * decay
     p.copy_(new_p - size * new_m / (new_v.sqrt() * root + eps))
     m.copy_(new_m)
     v.copy_(new_v)
+
+
+def _mean(old: Tensor, new: Tensor, share: Tensor, keep: Tensor) -> Tensor:
+    """keep * old + share * new, from the end that counts for more: the factor near 1 would lose digits."""
+    return torch.where(share < 0.5, old + (new - old) * share, new + (old - new) * keep)
 
 
 @lru_cache(maxsize=1)

@@ -103,6 +103,24 @@ def test_a_small_decay_is_not_rounded_away() -> None:
     assert lost == pytest.approx(1 - (1 - 1e-6) ** steps, rel=2e-3)
 
 
+@pytest.mark.parametrize("betas", [(0.9, 0.0), (0.9, 1e-4), (0.0, 0.95)], ids=str)
+def test_means_that_hardly_remember(betas: tuple[float, float]) -> None:
+    """A square much larger than the one before must not swallow it: torch's numbers in float64."""
+    leaves = leaves_of(torch.float32)
+    exact = [leaf.p.double().requires_grad_() for leaf in leaves]
+    theirs = torch.optim.AdamW(exact, lr=0.01, betas=betas, eps=EPS, weight_decay=DECAY)
+    for step in range(3):
+        grads = [g * 10.0 ** (2 - 2 * step) for g in gradients(step, torch.float32)]
+        for p, g in zip(exact, grads, strict=True):
+            p.grad = g.double()
+        theirs.step()
+        now = [leaf._replace(grad=g) for leaf, g in zip(leaves, grads, strict=True)]
+        update_large(now, lr=0.01, grad_scale=None, betas=betas, eps=EPS, weight_decay=DECAY)
+    for leaf, want in zip(leaves, exact, strict=True):
+        # float32 rounds p by 2^-24 of the largest, and an update of up to some hundred times lr likewise
+        assert (leaf.p.double() - want.detach()).abs().max() < 3e-6 * want.detach().abs().max()
+
+
 def test_bfloat16_is_rounded_once() -> None:
     """All three results: computed in float32 from what was stored."""
     (leaf,) = leaves_of(torch.bfloat16, (16 * 1001,))
@@ -147,7 +165,7 @@ def allocated(work: Callable[[], Any]) -> int:
 
 def test_no_memory_of_the_size_of_a_leaf() -> None:
     (leaf,) = leaves_of(torch.float32, (16 * 4096,))
-    factors = torch.rand(8)
+    factors = torch.rand(12)
     arguments = (leaf.p, normal(16 * 4096, seed=1, dtype=torch.float32), leaf.m, leaf.v, factors)
     assert allocated(lambda: adamw.one_pass(*arguments)) >= leaf.p.nbytes  # it shows where there is any
     update_large([leaf], lr=0.1, grad_scale=None, **FIXED)

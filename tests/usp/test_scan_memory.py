@@ -223,8 +223,9 @@ def test_offloaded_tensors_come_back_as_they_were() -> None:
         assert stride is None or back.stride() == stride
 
 
-def test_without_gradients_nothing_is_kept() -> None:
-    with torch.no_grad(), patch("usp.scan.run.Random", side_effect=AssertionError):
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_nothing_is_kept(mode: Any) -> None:
+    with mode(), patch("usp.scan.run.Random", side_effect=AssertionError):
         equal(scan(block, X, layers_of(), remat="full"), scan(block, X, layers_of()))
 
 

@@ -81,10 +81,10 @@ class Run:
             if keep:
                 self.random.append(Random(self.device))
                 self.memory.put_input(i, x if i % self.group == 0 else None)
-            version, kept = x._version, Kept(recording=self.recording)
+            version, kept = x._version if keep else 0, Kept(recording=self.recording)
             y = self.call(i, x, leaves, consts, kept)
             del leaves  # before the next layer's are unpacked
-            if x._version != version and keep:
+            if keep and x._version != version:
                 raise ValueError("block must not write its input in place: the scan keeps it. Make a copy.")
             if keep:
                 self.memory.put_kept(i, kept.tensors)
