@@ -6,11 +6,12 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -104,3 +105,15 @@ class Pool:
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
+
+
+def pool_of(ranks: int, scope: Literal["module", "session"] = "module") -> Any:
+    """A fixture: so many ranks for all tests of a module, or of a session."""
+
+    @pytest.fixture(scope=scope)
+    def pool() -> Iterator[Pool]:
+        started = Pool(ranks)
+        yield started
+        started.stop()
+
+    return pool

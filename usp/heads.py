@@ -156,13 +156,12 @@ def heads_to_seq(o: Tensor, *, num_heads: int, mesh: MeshLike, table: Table, seq
     axis = trading_axis(table, mesh)
     if axis is None:
         return o
-    rows, size = o.shape[0], o.shape[3]
-    counts, lengths = _checked_back(o, num_heads, mesh, axis, seq_lengths(table, mesh, axis, seq_len))
-    own = lengths[coordinates(mesh)[axis]]
+    counts, lengths = _back_to(o, num_heads, seq_len, table, mesh, axis)
+    rows, own, size = o.shape[0], lengths[coordinates(mesh)[axis]], o.shape[3]
+    came = _sent_back(o, mesh, axis, counts, lengths)
     if len(set(counts)) == 1:
-        back = heads_to_ranks(o, num_heads=num_heads, mesh=mesh, table=table, seq_len=seq_len)
-        return back.view(rows, own, num_heads, size)
-    blocks = torch.split(_sent_back(o, mesh, axis, counts, lengths), [own * rows * n * size for n in counts])
+        return _unwired_back(came, len(counts), own, o).view(rows, own, num_heads, size)
+    blocks = torch.split(came, [own * rows * n * size for n in counts])
     heads = [b.view(own, rows, n, size) for b, n in zip(blocks, counts, strict=True)]
     return torch.cat(heads, 2).transpose(0, 1)
 
@@ -174,21 +173,22 @@ def heads_to_ranks(o: Tensor, *, num_heads: int, mesh: MeshLike, table: Table, s
     """
     axis = trading_axis(table, mesh)
     assert axis is not None
-    counts, lengths = _checked_back(o, num_heads, mesh, axis, seq_lengths(table, mesh, axis, seq_len))
-    return _unwired_back(_sent_back(o, mesh, axis, counts, lengths), len(counts), o)
+    counts, lengths = _back_to(o, num_heads, seq_len, table, mesh, axis)
+    came = _sent_back(o, mesh, axis, counts, lengths)
+    return _unwired_back(came, len(counts), lengths[coordinates(mesh)[axis]], o)
 
 
-def _checked_back(
-    o: Tensor, num_heads: int, mesh: MeshLike, axis: str, lengths: tuple[int, ...]
+def _back_to(
+    o: Tensor, num_heads: int, seq_len: int, table: Table, mesh: MeshLike, axis: str
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(heads, tokens) of each rank of the axis."""
+    """(heads, tokens) of each rank of the axis. ValueError for an o that is not this rank's."""
     deals = deal_heads(num_heads, num_heads, axis_sizes(mesh)[axis])
-    counts = tuple(d.q_stop - d.q_start for d in deals)
+    counts, lengths = tuple(d.q_stop - d.q_start for d in deals), seq_lengths(table, mesh, axis, seq_len)
     own = counts[coordinates(mesh)[axis]]
     if tuple(o.shape[1:3]) != (sum(lengths), own):
         raise ValueError(
             f"o={tuple(o.shape)} must hold {sum(lengths)} tokens and {own} heads on this rank, got "
-            f"num_heads={num_heads} and seq_len. Pass what attention made of seq_to_heads' q."
+            f"seq_len={seq_len}, num_heads={num_heads}. Pass what attention made of seq_to_heads' q."
         )
     return counts, lengths
 
@@ -205,12 +205,11 @@ def _sent_back(
     )  # fmt: skip
 
 
-def _unwired_back(came: Tensor, ranks: int, o: Tensor) -> Tensor:
+def _unwired_back(came: Tensor, ranks: int, length: int, o: Tensor) -> Tensor:
     """What came for an o [B, S, heads, H] on each rank -> [B, S@axis, ranks, heads * H]: one copy."""
-    rows, width = o.shape[0], o.shape[2] * o.shape[3]
-    wired = came.view(ranks, came.shape[0] // max(1, ranks * rows * width), rows, width)
+    wired = came.view(ranks, length, o.shape[0], o.shape[2] * o.shape[3])
     if can_wire(wired):
-        return from_wire(wired, ((ranks, width),))[0]
+        return from_wire(wired, ((ranks, wired.shape[3]),))[0]
     return wired.permute(2, 1, 0, 3).contiguous()
 
 

@@ -48,13 +48,14 @@ class Kept:
         ready: Sequence[Callable[[], Tensor]],
         trees: Sequence[tuple[pytree.TreeSpec, tuple[Any, ...]]],
         *,
+        recording: bool = True,
         value_unused: bool = False,
         own_grad: bool = False,
         go_on: Callable[[], None] | None = None,
     ) -> Kept:
         """A record to read from once, each tensor by a call that waits for it; what was read is let go."""
-        kept = cls(value_unused=value_unused, own_grad=own_grad, go_on=go_on)
-        kept._ready, kept.trees, kept._replaying = deque(ready), list(trees), True
+        kept = cls(recording=recording, value_unused=value_unused, own_grad=own_grad, go_on=go_on)
+        kept._ready, kept.trees, kept._replaying = deque(ready), list(trees), recording
         return kept
 
     @property

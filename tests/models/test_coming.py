@@ -1,6 +1,6 @@
 """The norm and the head travel while layers are computed: what sets out and is waited for, in which order."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.models.batches import ONE, TABLE, two_rows
 from tests.models.test_options import CFG, close
 from tests.models.test_zero_modes import ZERO0
-from tests.pool import Pool
+from tests.pool import Pool, pool_of
 from usp import reduce_grads, shard_batch, value_and_grad
 from usp.mesh import P, Table, build_mesh, redistribute
 from usp.models import LlamaConfig, abstract, init, loss, map_params, named_leaves, param_specs
@@ -173,8 +173,4 @@ def test_every_derivative(config: str, mode: str, ranks: Pool) -> None:
             close(g, w, 1e-12)
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Pool]:
-    pool = Pool(4)
-    yield pool
-    pool.stop()
+ranks = pool_of(4)

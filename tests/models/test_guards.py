@@ -1,20 +1,14 @@
 """What noise cannot hide: kernels, copies and waits of the host in one layer of a step, on two ranks."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from tests.models.run_guards import COPIES, WAITS, per_layer
-from tests.pool import Pool
+from tests.pool import Pool, pool_of
 
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Pool]:
-    pool = Pool(2)
-    yield pool
-    pool.stop()
+two = pool_of(2)
 
 
 NARROW: dict[str, Any] = {"dtype": torch.bfloat16, "kernel": "cpu"}

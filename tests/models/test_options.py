@@ -1,7 +1,6 @@
 """Options change what is kept, moved and run again, never the loss or a gradient."""
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.mesh.test_bundle import counts
 from tests.models.batches import ONE, SEQ, TABLE, two_rows
-from tests.pool import Pool
+from tests.pool import Pool, pool_of
 from usp import Batch, reduce_grads, shard_batch, value_and_grad
 from usp.arena import Arena
 from usp.mesh import TABLES, P, build_mesh, redistribute
@@ -52,11 +51,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 ROUNDING = 1e-13
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Pool]:
-    pool = Pool(4)
-    yield pool
-    pool.stop()
+ranks = pool_of(4)
 
 
 def step(params: Any, mesh: Any, table: Any, **options: Any) -> tuple[Tensor, Any]:

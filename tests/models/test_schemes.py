@@ -1,13 +1,11 @@
 """Every table with small models of this library's own: loss, logits and every gradient of one process."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.mesh.cases import Sizes
 from tests.models.run_model import Result
 from tests.models.run_schemes import CONFIGS, Scheme, alone, largest, leaks, on_ranks
-from tests.pool import Pool
+from tests.pool import Pool, pool_of
 from tests.schemes import SCHEMES
 from usp.ring import gather_pays
 
@@ -59,18 +57,10 @@ EIGHT = [
 ]
 
 
-@pytest.fixture(scope="module")
-def four() -> Iterator[Pool]:
-    pool = Pool(4)
-    yield pool
-    pool.stop()
+four = pool_of(4)
 
 
-@pytest.fixture(scope="module")
-def eight() -> Iterator[Pool]:
-    pool = Pool(8)
-    yield pool
-    pool.stop()
+eight = pool_of(8)
 
 
 def check(pool: Pool, schemes: list[Scheme]) -> None:

@@ -1,6 +1,5 @@
 """ZeRO-0, ZeRO-1 and ZeRO-3 are placements: loss, norm and every parameter are one process' in each."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from tests.mesh.test_bundle import counts
 from tests.models.batches import ONE, two_rows
 from tests.models.test_options import CFG
-from tests.pool import Pool
+from tests.pool import Pool, pool_of
 from usp import adamw_init, adamw_update, clip_by_global_norm, reduce_grads, shard_batch, value_and_grad
 from usp.mesh import TABLES, P, build_mesh, redistribute
 from usp.models import abstract, init, loss, map_params, named_leaves, param_specs
@@ -74,11 +73,7 @@ def state_is_cut() -> None:
     assert held <= total / 4 + total / 20  # a quarter, and what does not divide
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Pool]:
-    pool = Pool(4)
-    yield pool
-    pool.stop()
+ranks = pool_of(4)
 
 
 def on_ranks(mode: str, dp: int, ulysses: int) -> list[Any]:

@@ -1,15 +1,5 @@
 """Four gloo ranks that live as long as the test session; smaller meshes take the first of them."""
 
-from collections.abc import Iterator
+from tests.pool import pool_of
 
-import pytest
-
-from tests.pool import Pool
-
-
-@pytest.fixture(scope="session")
-def ranks() -> Iterator[Pool]:
-    """Four gloo ranks, started by the first test that needs them."""
-    pool = Pool(4)
-    yield pool
-    pool.stop()
+ranks = pool_of(4, "session")

@@ -71,7 +71,7 @@ def refusals() -> None:
             with pytest.raises(ValueError, match=message):
                 seq_to_heads(qx, kx, vx, mesh=mesh, table=table, seq_len=seq_len)
         for o, seq_len in ((q[:, :, :1], 2), (q[:, :, :2], 3), (q[:, :, :4], 2)):
-            with pytest.raises(ValueError, match="heads on this rank"):
+            with pytest.raises(ValueError, match=f"on this rank, got seq_len={seq_len}, num_heads=9"):
                 heads_to_seq(o, num_heads=9, mesh=mesh, table=TABLE, seq_len=seq_len)
     assert comm.get_total_counts() == 0
     square = mesh_of((1, 2, 2))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from itertools import product
 
 import pytest
 import torch
 
 from tests.mesh.cases import Sizes, mesh_of, outside
-from tests.pool import Pool
+from tests.pool import Pool, pool_of
 from tests.schemes import SCHEMES
 from tests.usp.rings import Case, Job, Place, inputs, results, want
 from tests.usp.test_data import assert_put_together, every_batch
@@ -42,11 +41,7 @@ TABLED: list[tuple[str, Sizes]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def eight() -> Iterator[Pool]:
-    pool = Pool(8)
-    yield pool
-    pool.stop()
+eight = pool_of(8)
 
 
 def fitting(cases: list[Case], sizes: Sizes) -> list[Case]:

@@ -195,6 +195,22 @@ def test_what_was_kept_goes_when_it_was_read() -> None:
     assert ALIVE == [0, 1] + [1, 1] * (DEPTH - 2) + [1, 0]
 
 
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_a_result_without_a_history(remat: str) -> None:
+    """The second block lets no gradient through: zeros, not an error."""
+    ends = iter([False, True] * 2)
+
+    def block(x: Tensor, w: Tensor) -> Tensor:
+        return (x * w).detach() if next(ends) else x * w
+
+    layers = [normal(ROWS, DIM, seed=80 + i) for i in range(2)]
+    if remat == "full":
+        ends = iter([False, True, True, False])
+    grads = value_and_grad(lambda p: scan(block, p[0], p[1], remat=remat).sum())((X, layers))[1]
+    for g in (grads[0], *grads[1]):
+        assert torch.equal(g, torch.zeros_like(g))
+
+
 def test_a_gradient_that_a_leaf_has_too() -> None:
     """x and a leaf added to it get one gradient, in one memory: nobody may write over it."""
 

@@ -58,6 +58,9 @@ def receiving(y: Tensor, arrived: Handover) -> Tensor:
 
 def pull(y: Tensor, wrt: Sequence[Tensor], handover: Handover) -> list[Tensor]:
     """torch.autograd.grad, zeros where there is none; y's gradient goes when y's history has used it."""
+    if not y.requires_grad:
+        handover.take()
+        return [torch.zeros_like(t) for t in wrt]
     with torch.enable_grad():
         end = cast(Tensor, _Give.apply(y, handover))  # type: ignore[no-untyped-call]
     return list(torch.autograd.grad(end, wrt, end.detach(), materialize_grads=True))
@@ -77,10 +80,8 @@ class _Receive(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, None]:
         (grad,) = grads
         ctx.arrived.grad = None  # that of a backward that failed
-        again = (
-            torch.is_grad_enabled() or levels()
-        )  # may be differentiated once more: only autograd knows how
-        if grad is None or again:
+        # what may be differentiated once more, only autograd knows how to
+        if grad is None or torch.is_grad_enabled() or levels():
             return grad, None
         ctx.arrived.grad = grad
         return grad.new_zeros(()).expand(grad.shape), None

@@ -141,7 +141,7 @@ class HostMemory:
             self._last = x, []
         elif x is not None:
             if layer == 0:
-                self._check_host(x.nbytes * self._num_inputs, 0)
+                self._check_host(x.nbytes * self._num_inputs)
             self._inputs[layer] = self._out(x)
 
     def put_kept(self, layer: int, kept: Sequence[Tensor]) -> None:
@@ -149,8 +149,8 @@ class HostMemory:
             self._last = self._last[0], list(kept)
         else:
             if layer == 0:
-                ahead = self._inputs[0].tensor.nbytes * (self._num_inputs - 1)
-                self._check_host(ahead, sum(t.nbytes for t in kept) * (self._num_layers - 1))
+                inputs = self._inputs[0].tensor.nbytes * (self._num_inputs - 1)
+                self._check_host(inputs + sum(t.nbytes for t in kept) * (self._num_layers - 1))
             self._kept[layer] = [self._out(t) for t in kept]
 
     def outputs(self) -> list[Tensor]:
@@ -196,9 +196,8 @@ class HostMemory:
         self._under_way[-1].append((t, copied))
         return copied
 
-    def _check_host(self, inputs: int, kept: int) -> None:
+    def _check_host(self, need: int) -> None:
         """ValueError when so many bytes, judged from the first layer and yet to come, do not fit the host."""
-        need = inputs + kept
         have = available_bytes()
         if have is not None:
             have //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # shared with the other ranks of this host

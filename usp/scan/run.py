@@ -126,13 +126,14 @@ class Run:
             stored = memory.take()
             if stored.x is not None:
                 inputs[i] = stored.x
-            own, go_on = is_last and handover.own, memory.ahead
-            if self.recording:
-                kept = Kept.replay(
-                    stored.kept, self.kept_trees[i], value_unused=is_last, own_grad=own, go_on=go_on
-                )
-            else:
-                kept = Kept(recording=False, value_unused=is_last, own_grad=own, go_on=go_on)
+            kept = Kept.replay(
+                stored.kept,
+                self.kept_trees[i],
+                recording=self.recording,
+                value_unused=is_last,
+                own_grad=is_last and handover.own,
+                go_on=memory.ahead,
+            )
             del stored  # so that each goes when it was used
             if not is_last:  # a group's forward, to find the inputs of its layers
                 memory.ahead()
@@ -180,7 +181,7 @@ class Run:
         if not wrt:
             return Handover(), [None] * len(leaves)
         origin = handover.follow()
-        found = pull(y, wrt, handover) if y.requires_grad else [torch.zeros_like(t) for t in wrt]
+        found = pull(y, wrt, handover)
         del y
         below = origin.handover(found.pop(0), found) if need_x else Handover()
         rest = iter(found)

@@ -1,30 +1,21 @@
 """Gloo ranks that live as long as the test session, and the model that most of them start from."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.forked import PRELOADED
 from tests.models.hf.causal import causal_model
-from tests.pool import Pool
+from tests.pool import pool_of
 
 # Accelerate imports DeepSpeed where it is installed, and the first engine all that its optimizers need.
 PRELOADED.extend(["tests.models.hf.run_deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer"])
 
 
-@pytest.fixture(scope="session")
-def two() -> Iterator[Pool]:
-    pool = Pool(2)
-    yield pool
-    pool.stop()
+two = pool_of(2, "session")
 
 
-@pytest.fixture(scope="session")
-def four() -> Iterator[Pool]:
-    pool = Pool(4)
-    yield pool
-    pool.stop()
+four = pool_of(4, "session")
 
 
 @pytest.fixture(scope="session")

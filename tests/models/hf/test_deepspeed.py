@@ -1,6 +1,5 @@
 """DeepSpeed's ZeRO in every stage over a cut sequence, and its Ulysses beside ours, against one process."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from tests.models.hf.run_engines import batch_of
 from tests.models.hf.run_trainer import plain
 from tests.models.hf.test_trainer import assert_same, beside, eval_loss
 from tests.models.tiny import load_hf
-from tests.pool import Pool
+from tests.pool import Pool, pool_of
 from usp.mesh import TABLES
 from usp.models.hf import BridgedCausalLM, sequence_parallel
 from usp.models.hf.deepspeed import deepspeed_engine
@@ -39,11 +38,7 @@ SINGLE = 2e-5
 DOUBLE = 1e-13
 
 
-@pytest.fixture(scope="module")
-def four_with_deepspeed() -> Iterator[Pool]:
-    pool = Pool(4)
-    yield pool
-    pool.stop()
+four_with_deepspeed = pool_of(4)
 
 
 @pytest.fixture(scope="module")
