@@ -47,14 +47,70 @@ class Exchange:
         return Exchange(self.group, self.send, self.receive, (size, *self.lead))
 
 
+class Apart:
+    """An exchange that is begun in one place and waited for in another: on plain tensors, at no level of
+    torch.func, for one `exchange(..., apart=)`.
+
+    `begin` before it, with x as it will be: then `exchange` waits. Without, `exchange` begins, and what it
+    returns must not be read before `wait`.
+    """
+
+    def __init__(self) -> None:
+        self._op: Exchange | None = None
+        self._started: Tensor | None = None
+        self._early = False
+
+    def begin(
+        self, x: Tensor, mesh: MeshLike, axis: str, *, send: tuple[int, ...], receive: tuple[int, ...]
+    ) -> None:
+        self.of(Exchange(group_name(mesh, axis), send, receive))._begin(x.detach())
+        self._early = True
+
+    def wait(self) -> Tensor:
+        started, self._started = self._started, None
+        assert started is not None, "an exchange is begun once, and waited for once"
+        return collectives.wait(started)
+
+    def of(self, op: Exchange) -> Apart:
+        assert self._op in (None, op), "another exchange than the one that was begun"
+        self._op = op
+        return self
+
+    def _begin(self, x: Tensor) -> Tensor:
+        assert self._op is not None
+        op = self._op
+        self._started = collectives.start_exchange(x.contiguous(), op.group, op.send, op.receive)
+        return self._started
+
+    def empty(self) -> bool:
+        return False
+
+    def run(self, x: Tensor) -> Tensor:
+        return self.wait() if self._early else self._begin(x)
+
+    def transposed(self) -> Exchange:
+        assert self._op is not None
+        return self._op.transposed()
+
+    def batched(self, size: int) -> Exchange:
+        raise NotImplementedError("an exchange apart from its wait has no vmap")
+
+
 def exchange(
-    x: Tensor, mesh: MeshLike, axis: str, *, send: tuple[int, ...], receive: tuple[int, ...]
+    x: Tensor,
+    mesh: MeshLike,
+    axis: str,
+    *,
+    send: tuple[int, ...],
+    receive: tuple[int, ...],
+    apart: Apart | None = None,
 ) -> Tensor:
     """Cut a flat x into pieces of `send` elements, piece i for rank i of `axis`; join what comes.
 
     1 all-to-all. `receive[i]` is what rank i sends here; what comes lies in rank order. No copy is made of a
     contiguous x, nor of what arrives. Differentiable like `redistribute`. With one rank on `axis` x comes
-    back as it is. Raises ValueError when the sizes are not one per rank or x is not as long as they say.
+    back as it is. `apart`: begun or waited for elsewhere. Raises ValueError when the sizes are not one per
+    rank or x is not as long as they say.
     """
     parts = axis_sizes(mesh)[axis]
     if len(send) != parts or len(receive) != parts:
@@ -69,4 +125,5 @@ def exchange(
         )
     if parts == 1:
         return x
-    return apply_linear(x, Exchange(group_name(mesh, axis), tuple(send), tuple(receive)))
+    op = Exchange(group_name(mesh, axis), tuple(send), tuple(receive))
+    return apply_linear(x, op if apart is None else apart.of(op))

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 from typing import TypedDict
 
+import torch
 from torch import Tensor
 
 from usp import attention, heads_to_seq, seq_to_heads
+from usp.attention import kept_result
 from usp.deal import Deal, with_equal_groups
-from usp.heads import heads_to_ranks, trading_axis, wired_to_heads
+from usp.heads import trading_axis, wired_to_heads
+from usp.heads_back import begin_to_ranks, heads_to_ranks
 from usp.kept import Kept
 from usp.levels import levels
 from usp.mesh import Table, axis_sizes, redistribute
+from usp.mesh.exchange import Apart
 from usp.models.config import LlamaConfig
 from usp.models.head_chunks import add_by_chunks
 from usp.models.layout import linear_out
@@ -60,19 +64,44 @@ def block(
     parts = local_parts(cfg, compiled)
     w, deal = own_heads(w, cfg, table, mesh)
     rope = cos, sin
+    early, late = (None, None) if head_chunks > 1 else _apart(kept, kernel, where)
     if head_chunks > 1:
         x_BSD = add_by_chunks(
             x_BSD, w, rope, cu_seqlens, parts, window=window, kernel=kernel, head_chunks=head_chunks,
             compiled=compiled, kept=kept, **where,
         )  # fmt: skip
     else:
-        q_BSNH, k_BSKH, v_BSKH = _qkv_at_heads(x_BSD, w, rope, deal, parts, where)
+        q_BSNH, k_BSKH, v_BSKH = _qkv_at_heads(x_BSD, w, rope, deal, parts, where, late)
         o_BSNH = attention(
             q_BSNH, k_BSKH, v_BSKH, table=table, mesh=mesh, cu_seqlens=cu_seqlens, window=window,
             kernel=kernel, kept=kept,
         )  # fmt: skip
-        x_BSD = _added(x_BSD, _back(o_BSNH, where), w.wo, w.bo, ("attn_x", "wq", "wo"), where)
-    return _mlp(x_BSD, w, parts, mlp_tile, kept, where)
+        x_BSD = _added(x_BSD, _back(o_BSNH, where, early), w.wo, w.bo, ("attn_x", "wq", "wo"), where)
+    x_BSD = _mlp(x_BSD, w, parts, mlp_tile, kept, where)
+    if late is not None:
+        late.wait()
+    return x_BSD
+
+
+def _apart(kept: Kept | None, kernel: str, where: Where) -> tuple[Apart | None, Apart | None]:
+    """Where attention's result is known already, it sets out before the projections, and q, k, v, which only
+    the gradient reads, travel behind the MLP: (the result's exchange, that of q, k and v)."""
+    if not _by_wire(where) or levels() or torch.compiler.is_compiling():
+        return None, None
+    o_BSNH = kept_result(kept, kernel)
+    if o_BSNH is None:
+        return None, None
+    cfg, table, mesh, seq_len = where["cfg"], where["table"], where["mesh"], where["shape"][1]
+    return begin_to_ranks(o_BSNH, num_heads=cfg.num_heads, mesh=mesh, table=table, seq_len=seq_len), Apart()
+
+
+def _by_wire(where: Where) -> bool:
+    """Whether every rank gets as many heads, written as they are sent by what projects them."""
+    cfg, table, mesh = where["cfg"], where["table"], where["mesh"]
+    axis = trading_axis(table, mesh)
+    ranks = 1 if axis is None else axis_sizes(mesh)[axis]
+    even = cfg.num_heads % ranks == 0 and cfg.num_kv_heads % ranks == 0
+    return axis is not None and even and table.residual == table.attn_x
 
 
 def _moved(x_BSD: Tensor, column: str, where: Where) -> Tensor:
@@ -82,16 +111,25 @@ def _moved(x_BSD: Tensor, column: str, where: Where) -> Tensor:
 
 
 def _qkv_at_heads(
-    x_BSD: Tensor, w: Block, rope: tuple[Tensor, Tensor], deal: Deal | None, parts: Parts, where: Where
+    x_BSD: Tensor,
+    w: Block,
+    rope: tuple[Tensor, Tensor],
+    deal: Deal | None,
+    parts: Parts,
+    where: Where,
+    late: Apart | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x at table.residual -> q, k, v where attention runs: [B, S, N@ulysses, H], 1 all-to-all at most."""
+    """x at table.residual -> q, k, v where attention runs: [B, S, N@ulysses, H], 1 all-to-all at most.
+
+    `late`: they are not there before it is waited for.
+    """
     cfg, table, mesh, seq_len = where["cfg"], where["table"], where["mesh"], where["shape"][1]
     local, axis = table.residual == table.attn_x, trading_axis(table, mesh)
-    ranks = 1 if axis is None else axis_sizes(mesh)[axis]
-    if local and axis is not None and cfg.num_heads % ranks == 0 and cfg.num_kv_heads % ranks == 0:
+    if axis is not None and _by_wire(where):
+        ranks = axis_sizes(mesh)[axis]
         wired = parts.norm_qkv_wire(x_BSD, w.norm_attn, w, *rope, ranks)
         own = [(n // ranks, cfg.head_dim) for n in (cfg.num_heads, cfg.num_kv_heads, cfg.num_kv_heads)]
-        q, k, v = wired_to_heads(wired, own, mesh=mesh, table=table, seq_len=seq_len)
+        q, k, v = wired_to_heads(wired, own, mesh=mesh, table=table, seq_len=seq_len, apart=late)
         return q, k, v
     if local:
         q, k, v = parts.norm_qkv(x_BSD, w.norm_attn, w, *rope)
@@ -102,13 +140,15 @@ def _qkv_at_heads(
     return seq_to_heads(q, k, v, mesh=mesh, table=table, seq_len=seq_len)
 
 
-def _back(o_BSNH: Tensor, where: Where) -> Tensor:
-    """Attention's result where the next product is: 1 all-to-all. A rank's heads joined."""
+def _back(o_BSNH: Tensor, where: Where, early: Apart | None) -> Tensor:
+    """Attention's result where the next product is: 1 all-to-all. A rank's heads joined. `early`: begun."""
     cfg, table, mesh, seq_len = where["cfg"], where["table"], where["mesh"], where["shape"][1]
     axis = trading_axis(table, mesh)
     if axis is not None and cfg.num_heads % axis_sizes(mesh)[axis] == 0 and not levels():
         # [B, S, N@ulysses, H] -> [B, S@ulysses, ranks, N / ranks * H]
-        return heads_to_ranks(o_BSNH, num_heads=cfg.num_heads, mesh=mesh, table=table, seq_len=seq_len)
+        return heads_to_ranks(
+            o_BSNH, num_heads=cfg.num_heads, mesh=mesh, table=table, seq_len=seq_len, apart=early
+        )
     # [B, S, N@ulysses, H] -> [B, S@ulysses, N * H]
     return heads_to_seq(o_BSNH, num_heads=cfg.num_heads, mesh=mesh, table=table, seq_len=seq_len).flatten(2)
 

@@ -18,7 +18,8 @@ from usp.levels import one_gradient
 from usp.mesh import P, Table, axis_sizes, redistribute
 from usp.models.block import block
 from usp.models.config import LlamaConfig
-from usp.models.gather import Coming, in_use, layer_bundle
+from usp.models.embedding import embed
+from usp.models.gather import Coming, layer_bundle
 from usp.models.options import Options, check_options
 from usp.models.params import Mesh, Params
 from usp.models.parts import local_parts
@@ -27,7 +28,7 @@ from usp.models.rope import rope_cos_sin
 
 def _hidden(
     params: Params,
-    embed_VD: Tensor,
+    x_BSD: Tensor,
     shard: Shard,
     cfg: LlamaConfig,
     table: Table,
@@ -35,14 +36,12 @@ def _hidden(
     options: Options,
     coming: Coming,
 ) -> Tensor:
-    """What the last layer leaves, placed as table.residual; `coming` is on its way by then."""
+    """What the layers make of x, both placed as table.residual; `coming` is on its way by then."""
     shape = (shard.orig[0], shard.seq_len, cfg.hidden_size)
     positions = redistribute(
         shard.positions, table.tokens, P(*table.attn_x.dims[:2]), mesh, shape=shape[:2]
     )  # no collective where attention's input is placed as the tokens are
-    cos, sin = rope_cos_sin(positions, cfg, embed_VD.dtype, seq_len=shard.orig[1])
-    x_BSD = F.embedding(shard.tokens, embed_VD)
-    x_BSD = redistribute(x_BSD, P(*table.tokens.dims, None), table.residual, mesh, shape=shape)
+    cos, sin = rope_cos_sin(positions, cfg, x_BSD.dtype, seq_len=shard.orig[1])
     step = partial(
         block, cfg=cfg, table=table, mesh=mesh, shape=shape,
         mlp_tile=options.get("mlp_tile"),
@@ -92,13 +91,14 @@ def hidden(
 
     Communicates, per layer: 2 all-to-alls each way over the axis that attention trades for heads (more with
     `head_chunks`, see there), 1 gather for all its parameters that are sharded at rest (with remat one more
-    in the backward) and 1 reduce-scatter of their gradients. ValueError from `check_layout` and `scan`.
+    in the backward) and 1 reduce-scatter of their gradients. Around the layers the same for the norm and the
+    head, and what `usp.models.embedding` does. ValueError from `check_layout` and `scan`.
     """
     check_options(params, shard, cfg, table=table, mesh=mesh, options=options)
     dtype = options.get("dtype")
     coming = Coming(params, ("norm",), cfg, table, mesh, dtype, late=_stored(options))
-    (embed_VD,) = in_use(params, ("embed",), cfg, table, mesh, dtype)
-    x_BSD = _hidden(params, embed_VD, shard, cfg, table, mesh, options, coming)
+    x_BSD, _ = embed(params, shard, cfg, table, mesh, dtype)
+    x_BSD = _hidden(params, x_BSD, shard, cfg, table, mesh, options, coming)
     (norm_D,) = coming.arrive()
     return _normed(x_BSD, norm_D, shard, cfg, table, mesh, options.get("compile", False))
 
@@ -114,11 +114,13 @@ def hidden_and_head(
     dtype = options.get("dtype")
     names = ("norm",) if params.lm_head is None else ("norm", "lm_head")
     coming = Coming(params, names, cfg, table, mesh, dtype, late=_stored(options))
-    (embed_VD,) = in_use(params, ("embed",), cfg, table, mesh, dtype)  # also when it is the head too
-    x_BSD = _hidden(params, embed_VD, shard, cfg, table, mesh, options, coming)
+    x_BSD, embed_VD = embed(params, shard, cfg, table, mesh, dtype)
+    x_BSD = _hidden(params, x_BSD, shard, cfg, table, mesh, options, coming)
     norm_D, *head = coming.arrive()
     x_BSD = _normed(x_BSD, norm_D, shard, cfg, table, mesh, options.get("compile", False))
-    return x_BSD, head[0] if head else embed_VD
+    head_VD = head[0] if head else embed_VD  # gathered once where it is both
+    assert head_VD is not None
+    return x_BSD, head_VD
 
 
 def logits(

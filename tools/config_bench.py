@@ -50,8 +50,8 @@ class Bench:
     spare, as little as fits is computed again. least: everything that saves memory."""
     setting: tuple[str, ...] = ()
     """Our own rows with other options, each as name=value,name=value: remat, group, offload, mlp_tile,
-    head_chunks, table, ring, stored (so many of the last layers keep everything), compile. For memory they
-    take the place of its rungs."""
+    head_chunks, moments (device, host), table, ring, stored (so many of the last layers keep everything),
+    compile. For memory they take the place of its rungs."""
     kernel: str = "auto"
     """Attention kernel. auto: the best that each contender can use; a name: a contender that cannot use it
     says so."""

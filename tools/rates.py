@@ -17,7 +17,7 @@ from typing import NamedTuple, Self
 import torch
 
 from usp.models.plan.local import Local
-from usp.models.plan.memory import Memory
+from usp.models.plan.memory_parts import Memory
 from usp.models.plan.segments import segments
 from usp.models.plan.traffic import ModelTraffic
 from usp.models.plan.traffic_kinds import SHIFT, Traffic

@@ -16,7 +16,8 @@ for _room in ("mesh", "models", "tools"):
 from usp.attention import attention
 from usp.data import Batch, Shard, shard_batch, unshard_batch
 from usp.grad import value_and_grad
-from usp.heads import heads_to_seq, seq_to_heads
+from usp.heads import seq_to_heads
+from usp.heads_back import heads_to_seq
 from usp.loss import linear_cross_entropy
 from usp.optim import (
     AdamWState,

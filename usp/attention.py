@@ -76,6 +76,14 @@ def attention(
     return cast(Tensor, _Attention.apply(q, k, v, sinks, mask, place, chosen, kept)[0])  # type: ignore[no-untyped-call]
 
 
+def kept_result(kept: Kept | None, kernel: str) -> Tensor | None:
+    """The output of the attention that comes next, where `kept` has it; q, k, v are read by its gradient
+    alone then."""
+    if kept is None or not kept.replaying or kernel == "reference":
+        return None
+    return cast(Tensor, kept.ahead()[0])
+
+
 class _Attention(torch.autograd.Function):
     """A kernel's runs and their explicit backward. Results: output [B, S, N, Hv], log-sum-exp [N, B * S]."""
 

@@ -1,9 +1,9 @@
-"""Trading the sequence shard for a head shard and back: Ulysses, with any number of heads on any ranks.
+"""Trading the sequence shard for a head shard: Ulysses, with any number of heads on any ranks.
 
 Query heads are dealt in contiguous runs that differ by at most one head; every rank also receives the kv
 heads its query heads attend with, so a kv head needed by several ranks is replicated and its gradient summed.
 With more ranks than query heads the last ranks hold none, and still take part in every exchange.
-Source of the scheme: Jacobs et al., "DeepSpeed Ulysses" (arXiv 2309.14509).
+The way back is `usp.heads_back`. Source of the scheme: Jacobs et al., "DeepSpeed Ulysses" (arXiv 2309.14509).
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from torch import Tensor
 
 from usp.deal import deal_heads, with_equal_groups
 from usp.mesh import MeshLike, P, Table, axis_sizes, coordinates, exchange
+from usp.mesh.exchange import Apart
 from usp.mesh.spec import chunk_lengths, local_range
-from usp.wire import can_wire, from_wire, to_wire
+from usp.wire import can_wire, to_wire
 
 
 def seq_to_heads(
@@ -75,6 +76,7 @@ def _send_wire(
     rows: int,
     own_seq: tuple[int, ...],
     me: int,
+    apart: Apart | None = None,
 ) -> list[Tensor]:
     """What `wire` made, for `heads` (number, size) of each tensor on each rank: sent, and seen as tensors."""
     widths = [sum(n * size for n, size in each) for each in heads]
@@ -82,22 +84,30 @@ def _send_wire(
         flat.reshape(-1), mesh, axis,
         send=tuple(own_seq[me] * rows * width for width in widths),
         receive=tuple(n * rows * widths[me] for n in own_seq),
+        apart=apart,
     )  # fmt: skip
     return _unwired(came, heads[me], rows, sum(own_seq))
 
 
 def wired_to_heads(
-    wired: Tensor, heads: Sequence[tuple[int, int]], *, mesh: MeshLike, table: Table, seq_len: int
+    wired: Tensor,
+    heads: Sequence[tuple[int, int]],
+    *,
+    mesh: MeshLike,
+    table: Table,
+    seq_len: int,
+    apart: Apart | None = None,
 ) -> list[Tensor]:
     """As `seq_to_heads`, from a [ranks, S@axis, B, heads * H] that `wire` made: no copy at all.
 
-    `heads`: (number, size) of each tensor's heads on one rank, the same on all.
+    `heads`: (number, size) of each tensor's heads on one rank, the same on all. `apart`: the results are not
+    to be read before `apart.wait()`.
     """
     axis = trading_axis(table, mesh)
     assert axis is not None
     each = [list(heads)] * axis_sizes(mesh)[axis]
     own_seq = seq_lengths(table, mesh, axis, seq_len)
-    return _send_wire(wired, each, mesh, axis, wired.shape[2], own_seq, coordinates(mesh)[axis])
+    return _send_wire(wired, each, mesh, axis, wired.shape[2], own_seq, coordinates(mesh)[axis], apart)
 
 
 def wire(tensors: Sequence[Tensor], parts: int) -> Tensor:
@@ -145,72 +155,6 @@ def _cut_wire(dealt: Sequence[Dealt]) -> Tensor:
         blocks.append(block.reshape(1, block.numel()))
     # of 2 dimensions: vmap loses its own in a join of flat tensors without entries
     return torch.cat(blocks, 1)
-
-
-def heads_to_seq(o: Tensor, *, num_heads: int, mesh: MeshLike, table: Table, seq_len: int) -> Tensor:
-    """Move attention's output o [B, S, N, H] from `table.q` back to where `seq_to_heads` found q.
-
-    `num_heads` is the N that `seq_to_heads` was given, `seq_len` the global S. 1 all-to-all each way, or
-    nothing. Raises ValueError for another number of heads or tokens than this rank has.
-    """
-    axis = trading_axis(table, mesh)
-    if axis is None:
-        return o
-    counts, lengths = _back_to(o, num_heads, seq_len, table, mesh, axis)
-    rows, own, size = o.shape[0], lengths[coordinates(mesh)[axis]], o.shape[3]
-    came = _sent_back(o, mesh, axis, counts, lengths)
-    if len(set(counts)) == 1:
-        return _unwired_back(came, len(counts), own, o).view(rows, own, num_heads, size)
-    blocks = torch.split(came, [own * rows * n * size for n in counts])
-    heads = [b.view(own, rows, n, size) for b, n in zip(blocks, counts, strict=True)]
-    return torch.cat(heads, 2).transpose(0, 1)
-
-
-def heads_to_ranks(o: Tensor, *, num_heads: int, mesh: MeshLike, table: Table, seq_len: int) -> Tensor:
-    """As `heads_to_seq` where the ranks have equally many heads: [B, S, ranks, a rank's heads * H].
-
-    One copy unpacks. A gradient that lies as [ranks, S, B, heads * H] in memory needs none on its way back.
-    """
-    axis = trading_axis(table, mesh)
-    assert axis is not None
-    counts, lengths = _back_to(o, num_heads, seq_len, table, mesh, axis)
-    came = _sent_back(o, mesh, axis, counts, lengths)
-    return _unwired_back(came, len(counts), lengths[coordinates(mesh)[axis]], o)
-
-
-def _back_to(
-    o: Tensor, num_heads: int, seq_len: int, table: Table, mesh: MeshLike, axis: str
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(heads, tokens) of each rank of the axis. ValueError for an o that is not this rank's."""
-    deals = deal_heads(num_heads, num_heads, axis_sizes(mesh)[axis])
-    counts, lengths = tuple(d.q_stop - d.q_start for d in deals), seq_lengths(table, mesh, axis, seq_len)
-    own = counts[coordinates(mesh)[axis]]
-    if tuple(o.shape[1:3]) != (sum(lengths), own):
-        raise ValueError(
-            f"o={tuple(o.shape)} must hold {sum(lengths)} tokens and {own} heads on this rank, got "
-            f"seq_len={seq_len}, num_heads={num_heads}. Pass what attention made of seq_to_heads' q."
-        )
-    return counts, lengths
-
-
-def _sent_back(
-    o: Tensor, mesh: MeshLike, axis: str, num_heads: tuple[int, ...], own_seq: tuple[int, ...]
-) -> Tensor:
-    """[S, B, own heads, H] to each rank its tokens; from each rank [S@axis, B, its heads, H]: flat."""
-    me, (rows, _, own, size) = coordinates(mesh)[axis], o.shape
-    return exchange(
-        o.transpose(0, 1).reshape(-1), mesh, axis,
-        send=tuple(n * rows * own * size for n in own_seq),
-        receive=tuple(own_seq[me] * rows * n * size for n in num_heads),
-    )  # fmt: skip
-
-
-def _unwired_back(came: Tensor, ranks: int, length: int, o: Tensor) -> Tensor:
-    """What came for an o [B, S, heads, H] on each rank -> [B, S@axis, ranks, heads * H]: one copy."""
-    wired = came.view(ranks, length, o.shape[0], o.shape[2] * o.shape[3])
-    if can_wire(wired):
-        return from_wire(wired, ((ranks, wired.shape[3]),))[0]
-    return wired.permute(2, 1, 0, 3).contiguous()
 
 
 def trading_axis(table: Table, mesh: MeshLike) -> str | None:

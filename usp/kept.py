@@ -39,6 +39,7 @@ class Kept:
         """True where the gradient of that value is the scan's own: what alone reads it may write over it."""
         self._recording, self._replaying = recording, False
         self._calls = 0
+        self._early: deque[Any] = deque()
         self._ready: deque[Callable[[], Tensor]] = deque()
         self._go_on, self._awaited = go_on, 0
 
@@ -88,6 +89,11 @@ class Kept:
         self._awaited -= 1
         self.prepared()
 
+    def ahead(self) -> Any:
+        """What the next `get` of a run that replays will return."""
+        self._early.append(self._read())
+        return self._early[-1]
+
     def get(self, compute: Callable[[], T]) -> T:
         """`compute()`, a pytree of tensors and other values, or what it returned in the forward pass."""
         if not self._recording:
@@ -98,6 +104,10 @@ class Kept:
             self.tensors += [t.detach() for t in leaves if isinstance(t, Tensor)]
             self.trees.append((spec, tuple(None if isinstance(t, Tensor) else (t,) for t in leaves)))
             return value
+        result: T = self._early.popleft() if self._early else self._read()
+        return result
+
+    def _read(self) -> Any:
         if self._calls == len(self.trees):
             raise ValueError(
                 f"kept must be asked as often as in the forward pass, got call {self._calls + 1} of "
@@ -111,5 +121,4 @@ class Kept:
                 leaves.append(self._ready.popleft()())
             else:
                 leaves.append(other[0])
-        result: T = pytree.tree_unflatten(leaves, spec)
-        return result
+        return pytree.tree_unflatten(leaves, spec)

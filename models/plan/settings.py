@@ -11,7 +11,8 @@ import torch
 from usp.mesh import Table
 from usp.models.config import LlamaConfig
 from usp.models.plan.local import local
-from usp.models.plan.memory import Memory, training_memory
+from usp.models.plan.memory import training_memory
+from usp.models.plan.memory_parts import Memory
 from usp.order import unit
 
 MLP_TILE = 8192  # tokens: large enough to keep a GPU busy

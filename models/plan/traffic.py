@@ -16,6 +16,7 @@ from usp.mesh.collectives import sum_dtype
 from usp.mesh.plan import COMMUNICATES
 from usp.mesh.spec import Axes
 from usp.models.config import LlamaConfig
+from usp.models.embedding import WHOLE, pending_sum, rows_stay
 from usp.models.layout import linear_out
 from usp.models.options import Options
 from usp.models.params import Block, Leaf, abstract, named_leaves, spec_of
@@ -97,11 +98,14 @@ def _shape(where: Local) -> tuple[int, int, int]:
     return where.batch, where.seq_len, where.cfg.hidden_size
 
 
-def _moved(what: str, src: P, dst: P, where: Local, dtype: torch.dtype) -> Passes:
+def _moved(
+    what: str, src: P, dst: P, where: Local, dtype: torch.dtype, reduce_dtype: torch.dtype | None = None
+) -> Passes:
     """One `redistribute` of [B, S, D] and its transpose."""
 
     def steps(src: P, dst: P) -> tuple[Traffic, ...]:
-        found = plan(src, dst, _shape(where)[: len(src)], dtype, where.sizes).steps
+        shape = _shape(where)[: len(src)]
+        found = plan(src, dst, shape, dtype, where.sizes, reduce_dtype=reduce_dtype).steps
         return tuple(Traffic(what, s.kind, (s.axis,), 1, s.nbytes) for s in found if s.kind in COMMUNICATES)
 
     if src == dst:
@@ -142,10 +146,19 @@ def _around_layers(where: Local, dtype: torch.dtype) -> Passes:
     table, tree = where.table, abstract(where.cfg)
     tokens = P(*table.tokens.dims, None)
     names = ("norm",) if tree.lm_head is None else ("norm", "lm_head")
+    if rows_stay(where.cfg, table, where.sizes, where.batch * where.seq_len, dtype):
+        embedding = [
+            _moved("tokens", table.tokens, WHOLE, where, torch.int64),
+            _moved("embedded x", pending_sum(table), table.residual, where, dtype, dtype),
+        ]
+    else:
+        embedding = [
+            _bundle("embedding", {"embed": tree.embed}, where, dtype),
+            _moved("embedded x", tokens, table.residual, where, dtype),
+        ]
     parts = [
-        _bundle("embedding", {"embed": tree.embed}, where, dtype),
+        *embedding,
         _moved("positions", table.tokens, P(*table.attn_x.dims[:2]), where, torch.int64),
-        _moved("embedded x", tokens, table.residual, where, dtype),
         _bundle("norm and head", {name: getattr(tree, name) for name in names}, where, dtype),
         _moved("final x", table.residual, tokens, where, dtype),
     ]

@@ -58,10 +58,16 @@ class Events(TorchDispatchMode):
 
 
 def sizes_of(cfg: LlamaConfig, ranks: int) -> dict[int, str]:
-    """Elements of what is sent, at rest and whole, of the embedding and of the norm with its head."""
+    """Elements of what is sent, at rest and whole, of the embedding and of the norm with its head; of tokens
+    and of x, on one rank, two and all."""
+    tokens = 2 * 24  # with padding
+    moving = {tokens // n: "tokens" for n in (4, 2)}
+    moving |= {tokens // n * cfg.hidden_size: "x" for n in (4, 2, 1)}
     embed, norm = -(-cfg.vocab_size // ranks) * cfg.hidden_size, cfg.hidden_size // ranks
     head = norm if cfg.tie_embeddings else embed + norm
-    return {n * times: who for n, who in ((embed, "embed"), (head, "head")) for times in (1, ranks)}
+    ends = {n * times: who for n, who in ((embed, "embed"), (head, "head")) for times in (1, ranks)}
+    assert not ends.keys() & moving.keys()
+    return ends | moving
 
 
 def problem(cfg: LlamaConfig, table: Table, mesh: Any, **options: Any) -> tuple[Any, Any]:
@@ -86,12 +92,11 @@ def order(config: str, how: str, options: dict[str, Any]) -> list[str]:
 
 
 LEAVES = "gather layer's leaves"  # twice in a row at first, which is said once
-FORWARD = ["gather embed", "wait embed", LEAVES, "layer", LEAVES, "gather head", "layer", "wait head"]
-LAST, OTHER, END = (
-    ["layer"],
-    ["sum layer's leaves", "layer"],
-    ["sum layer's leaves", "sum embed", "wait embed"],
-)
+GATHERED = ["gather embed", "wait embed"], ["sum embed", "wait embed"]
+STAYS = 2 * ["gather tokens", "wait tokens"] + 2 * ["sum x", "wait x"], 2 * ["gather x", "wait x"]
+EMBED = {"uneven": STAYS, "even": STAYS, "tied": GATHERED}  # over two axes
+FORWARD = [LEAVES, "layer", LEAVES, "gather head", "layer", "wait head"]
+LAST, OTHER, END = ["layer"], ["sum layer's leaves", "layer"], ["sum layer's leaves"]
 AGAIN = ["sum head", "wait head", LEAVES, "layer", "sum layer's leaves", LEAVES, *LAST, *OTHER]
 
 
@@ -108,18 +113,22 @@ AGAIN = ["sum head", "wait head", LEAVES, "layer", "sum layer's leaves", LEAVES,
 def test_what_is_waited_for(
     config: str, how: str, options: dict[str, Any], backward: list[str], ranks: Pool
 ) -> None:
+    there, back = EMBED[config]
     for seen in ranks.run(order, config, how, options):
-        assert seen[1:] == [*FORWARD, *backward]
+        assert seen[1:] == [*there, *FORWARD, *backward, *(back if backward else [])]
 
 
 def test_plain_autograd_waits_at_once(ranks: Pool) -> None:
     """No layer's gradients travel behind there: the head's would be held whole through all the backward."""
-    for seen in ranks.run(order, "uneven", "autograd", {}):
-        back = seen[seen.index("sum head") :]
-        assert back[1] == "wait head"
-        assert [said for said in back if "layer" not in said] == [
-            "sum head", "wait head", "sum embed", "wait embed",
-        ]  # fmt: skip
+    for config in ("uneven", "tied"):
+        for seen in ranks.run(order, config, "autograd", {}):
+            back = seen[seen.index("sum head") :]
+            assert back[1] == "wait head"
+            assert [said for said in back if "layer" not in said] == [
+                "sum head",
+                "wait head",
+                *EMBED[config][1],
+            ]
 
 
 def whole(tree: Any, cfg: LlamaConfig, table: Table, mesh: Any) -> Any:

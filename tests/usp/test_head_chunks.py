@@ -17,7 +17,8 @@ from tests.usp.dense import Watch, normal
 from usp import attention, kernels
 from usp.deal import deal_heads
 from usp.head_chunks import Projections, Range, chunked_attention, deal_chunks
-from usp.heads import heads_to_seq, seq_to_heads
+from usp.heads import seq_to_heads
+from usp.heads_back import heads_to_seq
 from usp.mesh import TABLES
 from usp.ring import Ring
 from usp.setting import mask_of

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from usp import heads_to_seq, seq_to_heads
-from usp.heads import heads_to_ranks, wire, wired_to_heads
+from usp.heads import wire, wired_to_heads
+from usp.heads_back import heads_to_ranks
 from usp.mesh import TABLES, build_mesh
 from usp.models import LlamaConfig
 from usp.tools.bench.job import Job, Row

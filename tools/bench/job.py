@@ -36,6 +36,7 @@ class Setting:
     offload: str = "none"
     mlp_tile: int | None = None
     head_chunks: int = 1
+    moments: str = "device"
     compile: bool | None = None
     like: int = 0
 
@@ -50,11 +51,19 @@ class Setting:
                 raise ValueError(f"setting={text!r} must use {', '.join(known)}, got {name!r}. Correct it.")
             words = {"None": None, "True": True, "False": False}
             values[name] = int(value) if value.isdigit() else words.get(value, value)
-            fits = {"table": str, "remat": str, "offload": str, "compile": bool, "mlp_tile": int | None}
+            fits = {
+                "table": str,
+                "remat": str,
+                "offload": str,
+                "moments": str,
+                "compile": bool,
+                "mlp_tile": int | None,
+            }
             if not isinstance(values[name], fits.get(name, int)):
                 raise ValueError(f"setting={text!r} must give {name} another value, got {value!r}.")
-        if values.get("table", "usp") not in TABLES:
-            raise ValueError(f"setting={text!r} must name a table of {', '.join(TABLES)}. Correct it.")
+        for name, allowed in (("table", tuple(TABLES)), ("moments", ("device", "host"))):
+            if values.get(name, allowed[0]) not in allowed:
+                raise ValueError(f"setting={text!r} must name a {name} of {', '.join(allowed)}. Correct it.")
         return cls(label=text, **values)
 
 

@@ -41,8 +41,9 @@ def ladder(cfg: LlamaConfig, seq_len: int, processes: int) -> tuple[Setting, ...
 
 def options(row: Row) -> dict[str, Any]:
     """The model's options that a row was measured with."""
-    names = ("remat", "group", "offload", "mlp_tile", "head_chunks", "compile")
-    return {**{name: row[name] for name in names}, "dtype": getattr(torch, row["dtype"])}
+    names = ("remat", "group", "offload", "mlp_tile", "head_chunks", "moments", "compile")
+    given = {"moments": "device", **row}
+    return {**{name: given[name] for name in names}, "dtype": getattr(torch, row["dtype"])}
 
 
 def slopes(rows: Sequence[Row], gpu_memory: int | None) -> list[Row]:
@@ -92,8 +93,7 @@ def longest(
 
     def fits(blocks: int) -> bool:
         peak = foretold(cfg, world, blocks * 1024, scheme, given).peak
-        base = peak.parts["parameters"] + peak.parts["moments"]
-        return base + times * (peak.nbytes - base) <= gpu_memory * (1 - SPARE)
+        return peak.at_rest + times * (peak.nbytes - peak.at_rest) <= gpu_memory * (1 - SPARE)
 
     low, high = 0, 1
     while fits(high):

@@ -43,7 +43,7 @@ def run(job: Job, place: Place) -> None:
     cfg = shape(job.model, job.layers)
     model: Model | None = None
     for setting in job.settings:
-        if model is None or (setting.table, setting.ring) != model.scheme:
+        if model is None or (setting.table, setting.ring, setting.moments) != model.made_for:
             del model
             gc.collect()
             model = Model(cfg, setting, place, host_memory=job.host_memory)
@@ -65,7 +65,9 @@ class Model:
         self.cfg, self.place, self.table = cfg, place, TABLES[setting.table]
         host = host_memory or place.host_memory()
         self.host_memory = -largest([-host], place.device)[0]  # one number on all ranks, which choose alike
-        self.scheme = setting.table, setting.ring
+        self.made_for = setting.table, setting.ring, setting.moments
+        self.moments = setting.moments
+        self.home = Arena() if setting.moments == "host" else None  # of the moments
         self.sizes = {"dp": 1, "ring": setting.ring, "ulysses": place.world // setting.ring}
         self.mesh: DeviceMesh | Mapping[str, int] = (
             build_mesh(ring=self.sizes["ring"], ulysses=self.sizes["ulysses"])
@@ -82,7 +84,7 @@ class Model:
 
         torch.manual_seed(place.rank)
         self.params = models.map_params(make, models.abstract(cfg), self.specs)
-        self.state = adamw_init(self.params)
+        self.state = adamw_init(self.params, arena=self.home)
         self.base = held(place.device)
 
     def shard(self, seq_len: int) -> Any:
@@ -107,7 +109,8 @@ class Model:
         return step
 
     def foretold(self, seq_len: int, **options: Any) -> models.Memory:
-        return models.training_memory(self.cfg, self.table, self.sizes, batch=1, seq_len=seq_len, **options)
+        given = {"moments": self.moments, **options}
+        return models.training_memory(self.cfg, self.table, self.sizes, batch=1, seq_len=seq_len, **given)
 
     def plans(self, setting: Setting, seq_len: int, **given: Any) -> Iterator[dict[str, Any]]:
         """The setting's options; for remat="plan" the fastest that fit, more cautiously each time."""
@@ -123,11 +126,12 @@ class Model:
         seq_len = seq_len * world // self.place.world
         gpu = self.place.memory() * (1 - SPARE)
         for room in ROOMS:
-            for one in candidates(self.cfg, self.table, sizes, seq_len, moments="device"):
+            for one in candidates(self.cfg, self.table, sizes, seq_len, moments=self.moments):
                 options = replace(one, head_chunks=max(one.head_chunks, setting.head_chunks)).options()
                 memory = models.training_memory(
-                    self.cfg, self.table, sizes, batch=1, seq_len=seq_len, **given, **options
-                )
+                    self.cfg, self.table, sizes, batch=1, seq_len=seq_len, moments=self.moments, **given,
+                    **options,
+                )  # fmt: skip
                 if memory.peak.nbytes <= gpu * room and memory.host <= self.host_memory:
                     yield options
                     break
@@ -137,7 +141,7 @@ class Model:
         device = self.place.device
         compiled = device.type == "cuda" if setting.compile is None else setting.compile
         row: Row = {**job.facts(), "label": setting.label, "variant": setting.variant, "seq_len": seq_len}
-        row |= {"table": setting.table, "ring": setting.ring, "base": self.base}
+        row |= {"table": setting.table, "ring": setting.ring, "moments": setting.moments, "base": self.base}
         row |= {"error": "nothing fits, as the plan foretells"}
         given: dict[str, Any] = {"dtype": self.place.dtype, "compile": compiled}
         guess = guess_seconds(self.cfg, seq_len, self.place.world, device.type)
@@ -149,7 +153,7 @@ class Model:
             row |= {**options, "compile": compiled, "dtype": str(self.place.dtype).removeprefix("torch.")}
             row |= {
                 "foretold": memory.peak.nbytes,
-                "foretold_base": memory.peak.parts["parameters"] + memory.peak.parts["moments"],
+                "foretold_base": memory.peak.at_rest,
                 "foretold_host": memory.host,
             }
             try:
@@ -165,7 +169,7 @@ class Model:
             except ValueError as e:  # what the model refuses, on every rank
                 return {**row, "error": str(e)}
             del row["error"]
-            row["host_bytes"] = arena.nbytes
+            row["host_bytes"] = arena.nbytes + (0 if self.home is None else self.home.nbytes)
             if job.trace:
                 name = re.sub(r"[^a-z0-9]+", "-", setting.label)
                 row |= self.trace(step, Path(job.trace) / f"{name}-{seq_len}.json")

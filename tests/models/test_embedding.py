@@ -1,0 +1,114 @@
+"""The embedding, gathered or looked up where its rows are at rest: the same values to the last bit."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor.debug import CommDebugMode
+
+from tests.mesh.test_bundle import counts
+from tests.models.batches import tokens_of
+from tests.models.test_options import CFG
+from tests.models.test_zero_modes import ZERO0
+from tests.pool import Pool, pool_of
+from usp import Batch, shard_batch
+from usp.mesh import TABLES, P, build_mesh, local_slices, redistribute
+from usp.models import LlamaConfig, init
+from usp.models.embedding import embed, rows_stay
+
+WIDE = replace(CFG, vocab_size=1003)  # more rows than tokens, not divisible by the ranks
+NARROW = replace(CFG, vocab_size=29)
+WHOLE = P(None, None)
+ranks = pool_of(4)
+
+
+def looked_up(cfg: LlamaConfig, name: str, sizes: dict[str, int], dtype: torch.dtype) -> tuple[Any, ...]:
+    """All whole: the tokens as they are cut, rows, x, a gradient of x, the rows' gradient; what was sent."""
+    table, mesh = TABLES[name], build_mesh(**sizes)
+    params = init(cfg, seed=3, dtype=torch.float64, table=table, mesh=mesh)
+    shard = shard_batch(Batch(tokens=tokens_of(2, 23, cfg.vocab_size)), table=table, mesh=mesh)
+    rows = params.embed.requires_grad_()
+    with CommDebugMode() as mode:
+        x, gathered = embed(params, shard, cfg, table, mesh, dtype)
+    there = counts(mode)
+    shape, full = (2, shard.seq_len, cfg.hidden_size), (cfg.vocab_size, cfg.hidden_size)
+    up = torch.randn(shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64).to(dtype)
+    with CommDebugMode() as mode:
+        (grad,) = torch.autograd.grad(x, rows, up[local_slices(table.residual, shape, mesh)])
+    assert (gathered is None) == (cfg == WIDE)
+    assert x.dtype == dtype
+    assert grad.dtype == torch.float64
+    tokens = redistribute(shard.tokens, table.tokens, WHOLE, mesh, shape=shape[:2])
+    x = redistribute(x.detach(), table.residual, P(None, None, None), mesh, shape=shape)
+    rows, grad = (
+        redistribute(t.detach(), table.rest["embed"], WHOLE, mesh, shape=full) for t in (rows, grad)
+    )
+    return tokens, rows, x, up, grad, (there, counts(mode))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("ulysses", {"ulysses": 4}), ("usp", {"ring": 2, "ulysses": 2}), ("odysseus", {"dp": 2, "ulysses": 2})],
+)
+@pytest.mark.parametrize("cfg", [WIDE, NARROW], ids=["rows stay", "gathered"])
+def test_equals_one_lookup(
+    cfg: LlamaConfig, name: str, sizes: dict[str, int], dtype: torch.dtype, ranks: Pool
+) -> None:
+    for tokens, rows, x, up, grad, sent in ranks.run(looked_up, cfg, name, sizes, dtype):
+        assert torch.equal(x, rows.to(dtype)[tokens])
+        want, size = (
+            torch.zeros_like(rows).index_add(0, tokens.flatten(), t.double().flatten(0, 1))
+            for t in (up, up.abs())
+        )
+        times = tokens.flatten().bincount(minlength=cfg.vocab_size).double().unsqueeze(1)
+        # as many sums as the row is read, and a rounding in the type computed in for each
+        assert ((grad - want).abs() <= times * size * torch.finfo(dtype).eps).all()
+        axes = len(sizes)
+        if cfg == WIDE:
+            assert sent == ({"all_gather": axes, "reduce_scatter": axes}, {"all_gather": axes})
+        else:
+            assert sent == ({"all_gather": 1}, {"reduce_scatter": 1})
+
+
+@pytest.mark.parametrize("token", [-1, WIDE.vocab_size, 10**9])
+def test_an_id_without_a_row(token: int, ranks: Pool) -> None:
+    """No rank has the row: an error on all of them, as from a lookup in the whole embedding."""
+    assert all(ranks.run(refused, token))
+
+
+def refused(token: int) -> bool:
+    table, mesh = TABLES["ulysses"], build_mesh(ulysses=4)
+    params = init(WIDE, seed=3, dtype=torch.float64, table=table, mesh=mesh)
+    shard = shard_batch(Batch(tokens=torch.ones(2, 23, dtype=torch.int64)), table=table, mesh=mesh)
+    tokens = shard.tokens.clone()
+    tokens[-1, 2 if mesh.get_local_rank("ulysses") == 1 else 0] = token
+    with pytest.raises(IndexError):
+        embed(params, shard._replace(tokens=tokens), WIDE, table, mesh, None)
+    return True
+
+
+def test_which_sends_less() -> None:
+    eight, table = {"dp": 1, "ring": 2, "ulysses": 4}, TABLES["usp"]
+    cfg = replace(CFG, vocab_size=128256)
+    most = 128256 * (2 + 4) // (2 * 2)  # gradients of weights travel in float32
+    assert rows_stay(cfg, table, eight, most - 1, torch.bfloat16)
+    assert not rows_stay(cfg, table, eight, most, torch.bfloat16)
+    assert rows_stay(cfg, table, eight, 128255, torch.float32)
+    assert not rows_stay(cfg, table, eight, 128256, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("table", "sizes", "changes"),
+    [
+        (TABLES["usp"], {"dp": 1, "ring": 1, "ulysses": 1}, {}),
+        (TABLES["usp"], {"dp": 1, "ring": 1, "ulysses": 4}, {"tie_embeddings": True}),
+        (TABLES["usp"], {"dp": 1, "ring": 1, "ulysses": 8}, {"vocab_size": 14}),  # 7 ranks with 2 rows each
+        (ZERO0, {"dp": 1, "ring": 1, "ulysses": 4}, {}),
+        (TABLES["ring"], {"dp": 1, "ring": 2, "ulysses": 2}, {}),  # two ranks have the same tokens
+    ],
+    ids=["one rank", "also the head", "a rank without rows", "replicated", "replicated tokens"],
+)
+def test_where_it_is_gathered(table: Any, sizes: dict[str, int], changes: dict[str, Any]) -> None:
+    assert not rows_stay(replace(WIDE, **changes), table, sizes, 4, torch.bfloat16)
