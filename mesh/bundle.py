@@ -19,7 +19,7 @@ from usp.mesh.groups import Stages, stages_of
 from usp.mesh.linear_late import Journey, arrive, depart
 from usp.mesh.linear_many import apply_many
 from usp.mesh.move import Move
-from usp.mesh.packing import Slot, alike, gathered_axes, make_slot
+from usp.mesh.packing import Slot, alike, as_dtypes, gathered_axes, make_slot
 from usp.mesh.pending import Leaf, Pending, start_gather, start_scatter
 from usp.mesh.redistribute import redistribute
 from usp.mesh.spec import Axes, P, check_spec, local_shape
@@ -184,10 +184,7 @@ class Bundle:
             for slots, pending in running:
                 for slot, t in zip(slots, pending.wait(), strict=True):
                     out[slot.index] = t
-            return [
-                t if t is None or d is None else t.to(d).contiguous()
-                for t, d in zip(out, dtypes, strict=True)
-            ]
+            return as_dtypes(out, dtypes)
 
         return Pending(finish)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from usp.mesh.groups import Stages, gather_each, gather_flat, scatter_each, scatter_flat
-from usp.mesh.packing import Slot, pack_full, pack_shards, unpack_full, unpack_shards
+from usp.mesh.packing import Slot, as_dtype, pack_full, pack_shards, unpack_full, unpack_shards
 
 _ops = torch.ops._c10d_functional
 Leaf = Tensor | None
@@ -31,7 +31,7 @@ def start_gather(
 ) -> tuple[Sequence[Slot], Pending]:
     """Leaves whose parts, one after the other, are the leaf travel as they are; others in one flat buffer."""
     if len(stages) == 1 and all(s.in_order for s in slots):
-        started = gather_each([t.to(dtype).contiguous() for t in shards], stages[0])
+        started = gather_each(as_dtype(shards, dtype), stages[0])
         return slots, Pending(lambda: [_ops.wait_tensor(t) for t in started])
     flat = pack_shards(slots, shards, dtype)
     work = gather_flat(flat, stages[-1])
@@ -50,7 +50,7 @@ def start_scatter(
 ) -> tuple[Sequence[Slot], Pending]:
     """The mirror of `start_gather`."""
     if len(stages) == 1 and all(s.in_order for s in slots):
-        started = scatter_each([t.to(dtype).contiguous() for t in whole], stages[0])
+        started = scatter_each(as_dtype(whole, dtype), stages[0])
         return slots, Pending(lambda: [_ops.wait_tensor(t) for t in started])
     buffer = pack_full(slots, whole, dtype)
     work = scatter_flat(buffer, stages[0])

@@ -163,10 +163,16 @@ class _Fused(torch.autograd.Function):
             return *gradients(x_TD, weight_VD, labels_T, grads[0], ctx.tile), None, None, None
         scale = grads[0]
         return (
-            grad_x * scale.to(grad_x.dtype) if ctx.needs_input_grad[0] else None,
-            grad_weight * scale.to(grad_weight.dtype) if ctx.needs_input_grad[1] else None,
+            scaled(grad_x, scale) if ctx.needs_input_grad[0] else None,
+            scaled(grad_weight, scale) if ctx.needs_input_grad[1] else None,
             None, None, None,
         )  # fmt: skip
+
+
+def scaled(x: Tensor, scale: Tensor) -> Tensor:
+    """x * scale, a scalar on its device, in the dtype of x; the kernel for lists reads whole lines."""
+    (found,) = torch._foreach_mul([x], scale.to(x.dtype))
+    return found
 
 
 def _look(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:

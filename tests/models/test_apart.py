@@ -1,4 +1,4 @@
-"""A layer run again with the result of attention kept: what sets out first, and that nobody reads too early."""
+"""A layer run again with attention kept: what sets out first, and that nobody reads what is on its way."""
 
 from typing import Any
 
