@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 
 from tests.forked import forked
 from tests.gloo import share_transport
@@ -21,12 +22,12 @@ def _child(
     rank: int, world_size: int, folder: str, backend: str, fn: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     torch.set_num_threads(1)
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
-    else:
-        share_transport()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     try:
+        if backend == "nccl":
+            torch.cuda.set_device(rank)
+        else:
+            share_transport()
         dist.init_process_group(
             backend,
             init_method=f"file://{folder}/rendezvous",
@@ -51,7 +52,7 @@ def run_ranks(
     ranks still running after `timeout` seconds, or after another one failed, are killed.
     """
     with tempfile.TemporaryDirectory() as folder:
-        context = forked()
+        context = forked() if backend == "gloo" else mp.get_context("spawn")  # CUDA does not survive a fork
         children = [
             context.Process(target=_child, args=(rank, world_size, folder, backend, fn, args), daemon=True)
             for rank in range(world_size)

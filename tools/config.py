@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 import tyro
 
+from usp.tools.lengths import Tokens
+
 SUFFIXES = (".txt", ".md", ".rst", ".py")
 
 
@@ -23,8 +25,9 @@ class Train:
     out: Path
     """New or empty folder. Gets config.json, metrics.jsonl, loss.png, tensorboard/, checkpoints in state/ and
     the trained hf/."""
-    seq_len: int
-    """Tokens in one row, over all ranks. Longer documents are cut into pieces of at most this length."""
+    seq_len: Tokens
+    """Tokens in one row, over all ranks: 131072, 128K or 2M. Longer documents are cut into pieces of at most
+    this length."""
 
     steps: int = 100
     """Optimizer steps. The data starts again, in a new order, when an epoch ends."""

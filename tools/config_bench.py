@@ -6,6 +6,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
+from usp.tools.lengths import Tokens
+
 What = Literal["step", "kernel", "exchange", "scan", "loss", "memory", "scaling"]
 Variant = Literal["recompute", "free", "least"]
 
@@ -32,9 +34,9 @@ class Bench:
     the CPU tiny."""
     layers: int | None = None
     """Layers that are built. Default: the model's, 8 at most."""
-    seq_len: tuple[int, ...] = ()
-    """Tokens in one row over all ranks, one or more lengths. For scaling two numbers: tokens per GPU, and
-    tokens in all. Default: what suits the measurement."""
+    seq_len: tuple[Tokens, ...] = ()
+    """Tokens in one row over all ranks, one or more lengths, such as 131072, 128K or 2M. For scaling two
+    numbers: tokens per GPU, and tokens in all. Default: what suits the measurement."""
     batch_size: tuple[int, ...] = (1,)
     """Rows exchanged at once, one or more numbers."""
     gpus: int | None = None

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from usp.tools.config import SUFFIXES
+from usp.tools.lengths import Tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,8 +19,9 @@ class Eval:
     """Hugging Face model directory: config.json, *.safetensors and the tokenizer."""
     data: tuple[Path, ...]
     """UTF-8 text: files (read whatever their suffix) and folders (read recursively, see --include)."""
-    seq_len: int
-    """Tokens in one row, over all ranks. Longer documents are cut into pieces of at most this length."""
+    seq_len: Tokens
+    """Tokens in one row, over all ranks: 131072, 128K or 2M. Longer documents are cut into pieces of at most
+    this length."""
     batch_size: int | None = None
     """Rows worked on at once over all ranks; any number. Default: dp."""
     out: Path | None = None

@@ -5,6 +5,8 @@ from typing import Annotated, Literal
 
 import tyro
 
+from usp.tools.lengths import Tokens
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -12,8 +14,8 @@ class Plan:
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """Hugging Face model directory, or a name such as llama-3-8b, qwen3-4b or smollm2-135m."""
-    seq_len: int | None = None
-    """Tokens in one row, over all ranks. Needed unless --longest."""
+    seq_len: Tokens | None = None
+    """Tokens in one row, over all ranks: 131072, 128K or 2M. Needed unless --longest."""
     longest: bool = False
     """Find the longest row that fits, and the settings for it."""
 

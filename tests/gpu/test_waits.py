@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
 ]
-# At 32768 tokens 6 % were seen with attention kept, 5 % with everything kept. Weights that are not gathered
+# At 32768 tokens 5 % were seen, with attention kept and with everything kept. Weights that are not gathered
 # ahead, or gradients not sent behind, cost more than 20 %.
 MOST = 0.09
 
@@ -26,7 +26,7 @@ def test_a_step_waits_little(tmp_path: Path) -> None:
         "--gpus",
         "2",
         "--layers",
-        "4",
+        "8",
         "--seq-len",
         "32768",
         "--peers",

@@ -1,7 +1,11 @@
 """`usp bench`: formulas, rows, ratios, commands; launches of every bad kind; and real ones on the CPU."""
 
 import json
+import os
 import shlex
+import signal
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -82,6 +86,36 @@ def test_one_bad_contender_leaves_the_others(made_up: None, tmp_path: Path) -> N
     assert [row["error"] for row in late] == ["took longer than 2 s"] * 4
     assert (tmp_path / "step.png").stat().st_size > 10_000
     assert OUT_OF_MEMORY in (tmp_path / "step-deepspeed.log").read_text()
+
+
+@pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGINT])
+def test_told_to_end(
+    told: signal.Signals, made_up: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was started ends too, and what was measured is kept."""
+    children, start, pid = [], launch.start, os.getpid()
+
+    def started(*args: Any) -> Any:
+        children.append(start(*args))
+        return children[-1]
+
+    def tell() -> None:
+        rows = tmp_path / "step-transformers.jsonl"
+        while not rows.exists() or not rows.stat().st_size:
+            time.sleep(0.05)
+        os.kill(pid, told)
+
+    monkeypatch.setattr(launch, "start", started)
+    threading.Thread(target=tell, daemon=True).start()
+    words = ["bench", "--seq-len", "64", "--gpus", "1", "--limit", "50", "--out", str(tmp_path)]
+    with pytest.raises(SystemExit) as ended:
+        usp([*words, "--peers", "transformers"])
+    assert ended.value.code == 130
+    assert [child.poll() is None for child in children] == [False, False]
+    (run,) = json.loads((tmp_path / "step.json").read_text())["runs"]
+    errors = [row.get("error") for row in run["rows"]]
+    assert errors == [None, None, "interrupted", "interrupted"]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_runs_are_added_and_drawn_again(

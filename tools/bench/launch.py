@@ -11,8 +11,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,6 +32,8 @@ class Outcome(NamedTuple):
     rows: list[Row]
     machine: Row
     failure: str
+    interrupted: bool = False
+    """Whether this process was told to end; those of the launch have ended."""
 
 
 def launch(job: Job) -> Outcome:
@@ -48,17 +50,34 @@ def launch(job: Job) -> Outcome:
         file, log, rows = Path(own) / "job.json", Path(own) / "log", kept / f"{name}.jsonl"
         discard(rows)
         job.write(file)
-        worker = ["-m", WORKER, str(file), str(rows)]
-        if under_torchrun():
-            failure = beside([sys.executable, *worker], job.limit, log)
-        else:
-            torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(job.processes)]
-            failure = alone([sys.executable, *torchrun, *worker], job.limit, log)
+        interrupted = False
+        try:
+            failure = processes(job, [sys.executable], ["-m", WORKER, str(file), str(rows)], log)
+        except KeyboardInterrupt:
+            failure, interrupted = "interrupted", True
         if failure and job.logs and log.exists():
             shutil.copy(log, Path(job.logs) / f"{name}{rank and '.' + rank}.log")
-        outcome = collect(job, rows, failure)
+        outcome = collect(job, rows, failure)._replace(interrupted=interrupted)
         discard(rows)
         return outcome
+
+
+def processes(job: Job, python: list[str], worker: list[str], log: Path) -> str:
+    """Run the job's processes to their end; why they failed, or ""."""
+    if under_torchrun():
+        return beside([*python, *worker], job.limit, log)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(job.processes)]
+    return alone([*python, *torchrun, *worker], job.limit, log)
+
+
+@contextmanager
+def told_to_end() -> Iterator[None]:
+    """SIGTERM interrupts as Ctrl-C does, so that no launch is left behind."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def discard(rows: Path) -> None:

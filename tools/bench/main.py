@@ -22,7 +22,7 @@ from usp.tools.bench.jobs import (
     peers,
     resources,
 )
-from usp.tools.bench.launch import launch, under_torchrun
+from usp.tools.bench.launch import launch, told_to_end, under_torchrun
 from usp.tools.bench.peers import PEERS
 from usp.tools.bench.plots import plot
 from usp.tools.bench.shape import peak_flops, shape
@@ -30,9 +30,14 @@ from usp.tools.bench.table import table
 from usp.tools.config_bench import Bench, check, mode
 from usp.tools.rates import Rates, default_path
 
+INTERRUPTED = 130  # the exit code of what Ctrl-C ended
+
 
 def bench(cfg: Bench, words: Sequence[str]) -> None:
-    """Carry out one call; `words` are its arguments. Raises ValueError for what does not go together."""
+    """Carry out one call; `words` are its arguments. Raises ValueError for what does not go together.
+
+    Ctrl-C and SIGTERM end what was started, and what has been measured by then is shown and kept.
+    """
     check(cfg)
     if cfg.plot:
         return show(cfg.what, [run for file in cfg.plot for run in report.load(file)], cfg)
@@ -46,10 +51,12 @@ def bench(cfg: Bench, words: Sequence[str]) -> None:
     run = report.Run(cfg.what, shlex.join(["usp", "bench", *words]), started, {}, not_run(cfg, where))
     if first and mode(cfg) != "calibrate":
         report.save(file, run)
+    interrupted = False
     for i, job in enumerate(todo):
         if first:
             print(f"[{i + 1}/{len(todo)}] {headline(job)}", flush=True)
-        outcome = launch(job)
+        with told_to_end():
+            outcome = launch(job)
         machine = run.machine or outcome.machine
         rows = report.with_shares([*run.rows, *outcome.rows], str(machine.get("device", "")))
         run = run._replace(machine=machine, rows=rows)
@@ -57,10 +64,14 @@ def bench(cfg: Bench, words: Sequence[str]) -> None:
             print(f"  ended early: {outcome.failure}", flush=True)
         if first and mode(cfg) != "calibrate":
             report.save(file, run)
+        if interrupted := outcome.interrupted:
+            break
     if mode(cfg) == "calibrate" and first:
         calibrated(cfg, run.rows)
     elif first:
         show(cfg.what, report.load(file) if cfg.what == "scaling" else [run], cfg)
+    if interrupted:
+        raise SystemExit(INTERRUPTED)
 
 
 def headline(job: Job) -> str:

@@ -14,6 +14,12 @@ NOTHING = "-"
 class Column(NamedTuple):
     title: str
     text: Callable[[Row], object]
+    where_it_differs: bool = False
+    """Left out where it says the same of all rows."""
+
+    def says(self, rows: Sequence[Row]) -> bool:
+        said = {self.text(row) for row in rows}
+        return not rows or (len(said) > 1 if self.where_it_differs else said != {NOTHING})
 
 
 def number(name: str, pattern: str = ".1f", scale: float = 1.0) -> Callable[[Row], str]:
@@ -40,8 +46,8 @@ def how(row: Row) -> str:
     if not isinstance(remat, str):
         remat = " ".join(f"{kind} x{list(remat).count(kind)}" for kind in dict.fromkeys(remat))
     words = [f"remat={remat}"]
-    usual = {"group": 1, "offload": "none", "mlp_tile": None, "head_chunks": 1}
-    words += [f"{name}={row[name]}" for name, value in usual.items() if row[name] != value]
+    usual = {"group": 1, "offload": "none", "mlp_tile": None, "head_chunks": 1, "moments": "device"}
+    words += [f"{name}={row[name]}" for name, value in usual.items() if row.get(name, value) != value]
     return ", ".join(words)
 
 
@@ -68,7 +74,8 @@ _PEAK = Column("peak GiB", number("peak", ".2f", 1 / GIB))
 COLUMNS: Mapping[str, tuple[Column, ...]] = MappingProxyType(
     {
         "step": (
-            *_WHO, _LENGTH, Column("kernel", word("kernel")), *_RATES, _PEAK,
+            *_WHO, Column("processes", word("world"), True), _LENGTH, Column("kernel", word("kernel")), *_RATES,
+            _PEAK,
             Column("KiB/token", number("kib_per_local_token")), Column("waits", number("waits", ".1%")),
             Column("ours/it", number("ours_over", ".2f")), Column("how", how),
         ),
@@ -120,7 +127,7 @@ COLUMNS: Mapping[str, tuple[Column, ...]] = MappingProxyType(
 def table(what: str, rows: Sequence[Row]) -> str:
     """Columns for what was measured; a row that failed says why in their place."""
     done = [row for row in rows if "error" not in row]
-    columns = [c for c in COLUMNS[what] if not done or any(c.text(row) != NOTHING for row in done)]
+    columns = [column for column in COLUMNS[what] if column.says(done)]
     named = [column for column in columns if column.text is not how]
     cells = [[column.title for column in columns]]
     cells += [[str(column.text(row)) for column in columns] for row in done]

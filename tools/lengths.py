@@ -1,0 +1,31 @@
+"""Lengths as people write them: 131072, 128K or 2M tokens."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from tyro.constructors import PrimitiveConstructorSpec
+
+TIMES = {"": 1, "k": 2**10, "m": 2**20}
+
+
+def parse_tokens(text: str) -> int:
+    """A number of tokens; K is 1024, M 1024 K. Raises ValueError for anything else."""
+    found = re.fullmatch(r"(-?\d+)([km]?)", text.strip().lower().replace("_", ""))
+    if found is None:
+        raise ValueError(f"{text!r} must be a number of tokens, such as 131072, 128K or 2M")
+    return int(found[1]) * TIMES[found[2]]
+
+
+Tokens = Annotated[
+    int,
+    PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="TOKENS",
+        instance_from_str=lambda words: parse_tokens(words[0]),
+        is_instance=lambda value: isinstance(value, int),
+        str_from_instance=lambda value: [str(value)],
+    ),
+]
+"""An option of this type takes 131072, 128K or 2M."""
