@@ -40,6 +40,10 @@ class Exchange:
             *self.lead, sum(self.receive)
         )
 
+    def start(self, x: Tensor) -> Tensor:
+        """Begin with a flat x; for `collectives.wait`."""
+        return collectives.start_exchange(x.contiguous(), self.group, self.send, self.receive)
+
     def transposed(self) -> Exchange:
         return Exchange(self.group, self.receive, self.send, self.lead)
 
@@ -47,53 +51,67 @@ class Exchange:
         return Exchange(self.group, self.send, self.receive, (size, *self.lead))
 
 
-class Apart:
-    """An exchange that is begun in one place and waited for in another: on plain tensors, at no level of
-    torch.func, for one `exchange(..., apart=)`.
+class Begun:
+    """An exchange of plain values under way, to be finished by one `exchange(..., apart=)` of the same values
+    with their history: that waits instead."""
 
-    `begin` before it, with x as it will be: then `exchange` waits. Without, `exchange` begins, and what it
-    returns must not be read before `wait`.
-    """
-
-    def __init__(self) -> None:
-        self._op: Exchange | None = None
-        self._started: Tensor | None = None
-        self._early = False
-
-    def begin(
+    def __init__(
         self, x: Tensor, mesh: MeshLike, axis: str, *, send: tuple[int, ...], receive: tuple[int, ...]
     ) -> None:
-        self.of(Exchange(group_name(mesh, axis), send, receive))._begin(x.detach())
-        self._early = True
+        self._op = Exchange(group_name(mesh, axis), send, receive)
+        self._started: Tensor | None = self._op.start(x.detach())
 
-    def wait(self) -> Tensor:
-        started, self._started = self._started, None
-        assert started is not None, "an exchange is begun once, and waited for once"
-        return collectives.wait(started)
-
-    def of(self, op: Exchange) -> Apart:
-        assert self._op in (None, op), "another exchange than the one that was begun"
-        self._op = op
+    def of(self, op: Exchange) -> Begun:
+        assert op == self._op, "another exchange than the one that was begun"
         return self
-
-    def _begin(self, x: Tensor) -> Tensor:
-        assert self._op is not None
-        op = self._op
-        self._started = collectives.start_exchange(x.contiguous(), op.group, op.send, op.receive)
-        return self._started
 
     def empty(self) -> bool:
         return False
 
     def run(self, x: Tensor) -> Tensor:
-        return self.wait() if self._early else self._begin(x)
+        """What the values became, x or not."""
+        started, self._started = self._started, None
+        assert started is not None, "an exchange is finished once"
+        return collectives.wait(started)
+
+    def transposed(self) -> Exchange:
+        return self._op.transposed()
+
+    def batched(self, size: int) -> Exchange:
+        raise NotImplementedError("an exchange that is under way has no vmap")
+
+
+class Unawaited:
+    """Makes one `exchange(..., apart=)` begin only: nothing may read what it returns before `wait`."""
+
+    def __init__(self) -> None:
+        self._op: Exchange | None = None
+        self._started: Tensor | None = None
+
+    def of(self, op: Exchange) -> Unawaited:
+        self._op = op
+        return self
+
+    def wait(self) -> None:
+        started, self._started = self._started, None
+        assert started is not None, "an exchange is begun once, and waited for once"
+        collectives.wait(started)
+
+    def empty(self) -> bool:
+        return False
+
+    def run(self, x: Tensor) -> Tensor:
+        """Memory that what comes is written to."""
+        assert self._op is not None
+        self._started = self._op.start(x)
+        return self._started
 
     def transposed(self) -> Exchange:
         assert self._op is not None
         return self._op.transposed()
 
     def batched(self, size: int) -> Exchange:
-        raise NotImplementedError("an exchange apart from its wait has no vmap")
+        raise NotImplementedError("an exchange that nobody waits for has no vmap")
 
 
 def exchange(
@@ -103,14 +121,14 @@ def exchange(
     *,
     send: tuple[int, ...],
     receive: tuple[int, ...],
-    apart: Apart | None = None,
+    apart: Begun | Unawaited | None = None,
 ) -> Tensor:
     """Cut a flat x into pieces of `send` elements, piece i for rank i of `axis`; join what comes.
 
     1 all-to-all. `receive[i]` is what rank i sends here; what comes lies in rank order. No copy is made of a
     contiguous x, nor of what arrives. Differentiable like `redistribute`. With one rank on `axis` x comes
-    back as it is. `apart`: begun or waited for elsewhere. Raises ValueError when the sizes are not one per
-    rank or x is not as long as they say.
+    back as it is. `apart`: for plain tensors; begun before, or waited for later. Raises ValueError when the
+    sizes are not one per rank or x is not as long as they say.
     """
     parts = axis_sizes(mesh)[axis]
     if len(send) != parts or len(receive) != parts:

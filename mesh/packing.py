@@ -94,7 +94,7 @@ def as_dtype(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     changed = [(new, t) for new, t in zip(done, tensors, strict=True) if new is not t]
     if changed:
         new, old = zip(*changed, strict=True)
-        torch._foreach_copy_(new, old)
+        torch._foreach_copy_(new, old)  # pyright: ignore[reportPrivateImportUsage]
     return [t.contiguous() for t in done]
 
 

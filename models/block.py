@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from usp import attention, heads_to_seq, seq_to_heads
-from usp.attention import kept_result
+from usp.attention import kept_result, reads_late
 from usp.deal import Deal, with_equal_groups
 from usp.heads import trading_axis, wired_to_heads
 from usp.heads_back import begin_to_ranks, heads_to_ranks
 from usp.kept import Kept
 from usp.levels import levels
 from usp.mesh import Table, axis_sizes, redistribute
-from usp.mesh.exchange import Apart
+from usp.mesh.exchange import Begun, Unawaited
 from usp.models.config import LlamaConfig
 from usp.models.head_chunks import add_by_chunks
 from usp.models.layout import linear_out
@@ -83,16 +83,20 @@ def block(
     return x_BSD
 
 
-def _apart(kept: Kept | None, kernel: str, where: Where) -> tuple[Apart | None, Apart | None]:
-    """Where attention's result is known already, it sets out before the projections, and q, k, v, which only
-    the gradient reads, travel behind the MLP: (the result's exchange, that of q, k and v)."""
+def _apart(kept: Kept | None, kernel: str, where: Where) -> tuple[Begun | None, Unawaited | None]:
+    """Where attention's result is known already, it sets out before the projections (of one row, which needs
+    no copy for that, and unless it comes from the host), and q, k, v, which only the gradient reads, travel
+    behind the MLP: (the result's exchange, that of q, k and v)."""
+    if kept is None or not reads_late(kept, kernel):
+        return None, None
     if not _by_wire(where) or levels() or torch.compiler.is_compiling():
         return None, None
-    o_BSNH = kept_result(kept, kernel)
-    if o_BSNH is None:
-        return None, None
+    if where["shape"][0] > 1 or not kept.at_hand:
+        return None, Unawaited()
     cfg, table, mesh, seq_len = where["cfg"], where["table"], where["mesh"], where["shape"][1]
-    return begin_to_ranks(o_BSNH, num_heads=cfg.num_heads, mesh=mesh, table=table, seq_len=seq_len), Apart()
+    o_BSNH = kept_result(kept)
+    begun = begin_to_ranks(o_BSNH, num_heads=cfg.num_heads, mesh=mesh, table=table, seq_len=seq_len)
+    return begun, Unawaited()
 
 
 def _by_wire(where: Where) -> bool:
@@ -117,7 +121,7 @@ def _qkv_at_heads(
     deal: Deal | None,
     parts: Parts,
     where: Where,
-    late: Apart | None,
+    late: Unawaited | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x at table.residual -> q, k, v where attention runs: [B, S, N@ulysses, H], 1 all-to-all at most.
 
@@ -140,14 +144,14 @@ def _qkv_at_heads(
     return seq_to_heads(q, k, v, mesh=mesh, table=table, seq_len=seq_len)
 
 
-def _back(o_BSNH: Tensor, where: Where, early: Apart | None) -> Tensor:
+def _back(o_BSNH: Tensor, where: Where, early: Begun | None) -> Tensor:
     """Attention's result where the next product is: 1 all-to-all. A rank's heads joined. `early`: begun."""
     cfg, table, mesh, seq_len = where["cfg"], where["table"], where["mesh"], where["shape"][1]
     axis = trading_axis(table, mesh)
     if axis is not None and cfg.num_heads % axis_sizes(mesh)[axis] == 0 and not levels():
         # [B, S, N@ulysses, H] -> [B, S@ulysses, ranks, N / ranks * H]
         return heads_to_ranks(
-            o_BSNH, num_heads=cfg.num_heads, mesh=mesh, table=table, seq_len=seq_len, apart=early
+            o_BSNH, num_heads=cfg.num_heads, mesh=mesh, table=table, seq_len=seq_len, begun=early
         )
     # [B, S, N@ulysses, H] -> [B, S@ulysses, N * H]
     return heads_to_seq(o_BSNH, num_heads=cfg.num_heads, mesh=mesh, table=table, seq_len=seq_len).flatten(2)

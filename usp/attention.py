@@ -76,11 +76,16 @@ def attention(
     return cast(Tensor, _Attention.apply(q, k, v, sinks, mask, place, chosen, kept)[0])  # type: ignore[no-untyped-call]
 
 
-def kept_result(kept: Kept | None, kernel: str) -> Tensor | None:
-    """The output of the attention that comes next, where `kept` has it; q, k, v are read by its gradient
-    alone then."""
-    if kept is None or not kept.replaying or kernel == "reference":
-        return None
+def reads_late(kept: Kept | None, kernel: str) -> bool:
+    """Whether the attention that comes next takes its result from `kept`, so that only its gradient reads q,
+    k and v. Hooks on what autograd saves, such as those that move it to the host, would read them at once."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
+    hooked = top(True) is not None
+    return kept is not None and kept.replaying and kernel != "reference" and not hooked
+
+
+def kept_result(kept: Kept) -> Tensor:
+    """That result, now."""
     return cast(Tensor, kept.ahead()[0])
 
 

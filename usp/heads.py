@@ -16,7 +16,7 @@ from torch import Tensor
 
 from usp.deal import deal_heads, with_equal_groups
 from usp.mesh import MeshLike, P, Table, axis_sizes, coordinates, exchange
-from usp.mesh.exchange import Apart
+from usp.mesh.exchange import Unawaited
 from usp.mesh.spec import chunk_lengths, local_range
 from usp.wire import can_wire, to_wire
 
@@ -76,7 +76,7 @@ def _send_wire(
     rows: int,
     own_seq: tuple[int, ...],
     me: int,
-    apart: Apart | None = None,
+    apart: Unawaited | None = None,
 ) -> list[Tensor]:
     """What `wire` made, for `heads` (number, size) of each tensor on each rank: sent, and seen as tensors."""
     widths = [sum(n * size for n, size in each) for each in heads]
@@ -96,7 +96,7 @@ def wired_to_heads(
     mesh: MeshLike,
     table: Table,
     seq_len: int,
-    apart: Apart | None = None,
+    apart: Unawaited | None = None,
 ) -> list[Tensor]:
     """As `seq_to_heads`, from a [ranks, S@axis, B, heads * H] that `wire` made: no copy at all.
 

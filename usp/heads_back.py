@@ -10,7 +10,7 @@ from torch import Tensor
 from usp.deal import deal_heads
 from usp.heads import seq_lengths, trading_axis
 from usp.mesh import MeshLike, Table, axis_sizes, coordinates, exchange
-from usp.mesh.exchange import Apart
+from usp.mesh.exchange import Begun
 from usp.wire import can_wire, from_wire
 
 
@@ -34,28 +34,27 @@ def heads_to_seq(o: Tensor, *, num_heads: int, mesh: MeshLike, table: Table, seq
 
 
 def heads_to_ranks(
-    o: Tensor, *, num_heads: int, mesh: MeshLike, table: Table, seq_len: int, apart: Apart | None = None
+    o: Tensor, *, num_heads: int, mesh: MeshLike, table: Table, seq_len: int, begun: Begun | None = None
 ) -> Tensor:
     """As `heads_to_seq` where the ranks have equally many heads: [B, S, ranks, a rank's heads * H].
 
     One copy unpacks. A gradient that lies as [ranks, S, B, heads * H] in memory needs none on its way back.
-    `apart`: o is on its way, see `begin_to_ranks`.
+    `begun`: o is on its way, see `begin_to_ranks`.
     """
     axis = trading_axis(table, mesh)
     assert axis is not None
     counts, lengths = _back_to(o, num_heads, seq_len, table, mesh, axis)
-    came = _sent_back(o, mesh, axis, counts, lengths, apart)
+    came = _sent_back(o, mesh, axis, counts, lengths, begun)
     return _unwired_back(came, len(counts), lengths[coordinates(mesh)[axis]], o)
 
 
-def begin_to_ranks(o: Tensor, *, num_heads: int, mesh: MeshLike, table: Table, seq_len: int) -> Apart:
+def begin_to_ranks(o: Tensor, *, num_heads: int, mesh: MeshLike, table: Table, seq_len: int) -> Begun:
     """Send an o that is known before its history is, to be handed to `heads_to_ranks` with that."""
-    axis, apart = trading_axis(table, mesh), Apart()
+    axis = trading_axis(table, mesh)
     assert axis is not None
     counts, lengths = _back_to(o, num_heads, seq_len, table, mesh, axis)
     flat, sizes = _to_send_back(o, coordinates(mesh)[axis], counts, lengths)
-    apart.begin(flat, mesh, axis, **sizes)
-    return apart
+    return Begun(flat, mesh, axis, **sizes)
 
 
 def _back_to(
@@ -79,11 +78,11 @@ def _sent_back(
     axis: str,
     num_heads: tuple[int, ...],
     own_seq: tuple[int, ...],
-    apart: Apart | None = None,
+    begun: Begun | None = None,
 ) -> Tensor:
     """[S, B, own heads, H] to each rank its tokens; from each rank [S@axis, B, its heads, H]: flat."""
     flat, sizes = _to_send_back(o, coordinates(mesh)[axis], num_heads, own_seq)
-    return exchange(flat, mesh, axis, **sizes, apart=apart)
+    return exchange(flat, mesh, axis, **sizes, apart=begun)
 
 
 class _Sizes(TypedDict):

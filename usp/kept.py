@@ -37,6 +37,8 @@ class Kept:
         what is only added to it need not be computed (its gradient must still flow)."""
         self.own_grad = own_grad
         """True where the gradient of that value is the scan's own: what alone reads it may write over it."""
+        self.at_hand = True
+        """False where what is replayed comes from the host's memory, and reading it waits for that."""
         self._recording, self._replaying = recording, False
         self._calls = 0
         self._early: deque[Any] = deque()
@@ -52,11 +54,13 @@ class Kept:
         recording: bool = True,
         value_unused: bool = False,
         own_grad: bool = False,
+        at_hand: bool = True,
         go_on: Callable[[], None] | None = None,
     ) -> Kept:
         """A record to read from once, each tensor by a call that waits for it; what was read is let go."""
         kept = cls(recording=recording, value_unused=value_unused, own_grad=own_grad, go_on=go_on)
         kept._ready, kept.trees, kept._replaying = deque(ready), list(trees), recording
+        kept.at_hand = at_hand
         return kept
 
     @property

@@ -171,7 +171,7 @@ class _Fused(torch.autograd.Function):
 
 def scaled(x: Tensor, scale: Tensor) -> Tensor:
     """x * scale, a scalar on its device, in the dtype of x; the kernel for lists reads whole lines."""
-    (found,) = torch._foreach_mul([x], scale.to(x.dtype))
+    (found,) = torch._foreach_mul([x], scale.to(x.dtype))  # pyright: ignore[reportPrivateImportUsage]
     return found
 
 

@@ -54,7 +54,8 @@ def embedding_phase(
     num_tokens = where.batch * where.seq_len
     if rows_stay(where.cfg, where.table, where.sizes, num_tokens, dtype):
         gathered = num_tokens * where.cfg.hidden_size * layer.item
-        held = 2 * gathered + rooms.embed.rest * (layer.item + rest.itemsize)
+        # the gradient of x whole, in its own type and in that of the rows
+        held = gathered + gathered // layer.item * rest.itemsize + rooms.embed.rest * rest.itemsize
     else:
         moved = (rooms.embed.received + rooms.embed.sent) * sums or rooms.embed.use * rest.itemsize
         held = (3 if tied else 1) * whole + moved

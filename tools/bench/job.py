@@ -63,7 +63,7 @@ class Setting:
                 raise ValueError(f"setting={text!r} must give {name} another value, got {value!r}.")
         for name, allowed in (("table", tuple(TABLES)), ("moments", ("device", "host"))):
             if values.get(name, allowed[0]) not in allowed:
-                raise ValueError(f"setting={text!r} must name a {name} of {', '.join(allowed)}. Correct it.")
+                raise ValueError(f"setting={text!r} must give {name} as one of {', '.join(allowed)}.")
         return cls(label=text, **values)
 
 

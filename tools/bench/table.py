@@ -74,8 +74,8 @@ _PEAK = Column("peak GiB", number("peak", ".2f", 1 / GIB))
 COLUMNS: Mapping[str, tuple[Column, ...]] = MappingProxyType(
     {
         "step": (
-            *_WHO, Column("processes", word("world"), True), _LENGTH, Column("kernel", word("kernel")), *_RATES,
-            _PEAK,
+            *_WHO, Column("processes", word("world"), True), _LENGTH, Column("kernel", word("kernel")),
+            *_RATES, _PEAK,
             Column("KiB/token", number("kib_per_local_token")), Column("waits", number("waits", ".1%")),
             Column("ours/it", number("ours_over", ".2f")), Column("how", how),
         ),

@@ -28,6 +28,8 @@ class Stored(NamedTuple):
 
     x: Tensor | None
     kept: list[Callable[[], Tensor]]
+    at_hand: bool = True
+    """Whether there is nothing to wait for."""
 
 
 class Reader(Protocol):
@@ -230,7 +232,7 @@ class _FromHost:
             return self._memory.last(visit)
         x = copies.pop(0).ready() if visit.with_input else None
         self._handed = [partial(wait_for, c.event, c.device) for c in copies]
-        return Stored(x, [c.ready for c in copies])
+        return Stored(x, [c.ready for c in copies], at_hand=False)
 
     def stop(self) -> None:
         for wait in (*self._handed, *(copied.wait for copied in self._coming or ())):

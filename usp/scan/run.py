@@ -132,6 +132,7 @@ class Run:
                 recording=self.recording,
                 value_unused=is_last,
                 own_grad=is_last and handover.own,
+                at_hand=stored.at_hand,
                 go_on=memory.ahead,
             )
             del stored  # so that each goes when it was used
