@@ -97,7 +97,7 @@ P = "product"
 FORWARD = ["start q, k, v", "wait q, k, v", "start o", "wait o"]
 # the result at once, before the projections; q, k, v are waited for behind the MLP
 APART = ["start o", P, "start q, k, v", "wait o", P, "wait q, k, v"]
-TILES = ["start o", P, "start q, k, v", "wait o", "wait q, k, v"]  # the MLP is run again by its gradient
+TILES = ["start o", P, "start q, k, v", "wait o", "wait q, k, v", P]  # the MLP runs in its gradient
 BACKWARD = ["start o", "wait o", "start q, k, v", "wait q, k, v"]
 
 
