@@ -22,7 +22,8 @@ RESULTS = Path(__file__).parents[3] / "tools" / "bench" / "results"
 
 def measured_steps() -> list[dict[str, Any]]:
     """Whole steps of ours, by torch.cuda.max_memory_allocated: `usp bench` and `usp bench --what memory`."""
-    files = [json.loads((RESULTS / f"{what}-2xH200.json").read_text("utf-8")) for what in ("step", "memory")]
+    names = ("step-1xH200", "step-2xH200", "memory-2xH200")
+    files = [json.loads((RESULTS / f"{name}.json").read_text("utf-8")) for name in names]
     rows = [row for file in files for run in file["runs"] for row in run["rows"]]
     return [row for row in rows if row["contender"] == "usp" and "peak" in row]
 
