@@ -24,7 +24,9 @@ class Table:
     Weights by leaf name: `rest` between uses (sharded = ZeRO-3), `use` while a layer computes.
 
     An axis that still shards attention's sequence makes it a ring over that axis; one that shards its heads
-    keeps those heads local. Heads are dealt evenly, kv heads follow the query heads that need them.
+    keeps those heads local. Heads are dealt evenly, kv heads follow the query heads that need them: kv is
+    placed as q. Of axes larger than 1 one at most moves from the sequence to the heads, and one at most stays
+    on the sequence; `usp.models.check_layout` says what else does not go together.
     """
 
     name: str

@@ -64,18 +64,21 @@ def block(
     parts = local_parts(cfg, compiled)
     w, deal = own_heads(w, cfg, table, mesh)
     rope = cos, sin
-    early, late = (None, None) if head_chunks > 1 else _apart(kept, kernel, where)
+    early, late = (None, None) if head_chunks > 1 else _apart(x_BSD.shape[0], kept, kernel, where)
     if head_chunks > 1:
         x_BSD = add_by_chunks(
             x_BSD, w, rope, cu_seqlens, parts, window=window, kernel=kernel, head_chunks=head_chunks,
             compiled=compiled, kept=kept, **where,
         )  # fmt: skip
     else:
-        q_BSNH, k_BSKH, v_BSKH = _qkv_at_heads(x_BSD, w, rope, deal, parts, where, late)
-        o_BSNH = attention(
-            q_BSNH, k_BSKH, v_BSKH, table=table, mesh=mesh, cu_seqlens=cu_seqlens, window=window,
-            kernel=kernel, kept=kept,
-        )  # fmt: skip
+        if kept is not None and reads_late(kept, kernel) and not torch.is_grad_enabled():
+            o_BSNH = kept_result(kept, again=False)  # nothing will read q, k, v
+        else:
+            q_BSNH, k_BSKH, v_BSKH = _qkv_at_heads(x_BSD, w, rope, deal, parts, where, late)
+            o_BSNH = attention(
+                q_BSNH, k_BSKH, v_BSKH, table=table, mesh=mesh, cu_seqlens=cu_seqlens, window=window,
+                kernel=kernel, kept=kept,
+            )  # fmt: skip
         x_BSD = _added(x_BSD, _back(o_BSNH, where, early), w.wo, w.bo, ("attn_x", "wq", "wo"), where)
     x_BSD = _mlp(x_BSD, w, parts, mlp_tile, kept, where)
     if late is not None:
@@ -83,18 +86,18 @@ def block(
     return x_BSD
 
 
-def _apart(kept: Kept | None, kernel: str, where: Where) -> tuple[Begun | None, Unawaited | None]:
+def _apart(rows: int, kept: Kept | None, kernel: str, where: Where) -> tuple[Begun | None, Unawaited | None]:
     """Where attention's result is known already, it sets out before the projections (of one row, which needs
     no copy for that, and unless it comes from the host), and q, k, v, which only the gradient reads, travel
     behind the MLP: (the result's exchange, that of q, k and v)."""
-    if kept is None or not reads_late(kept, kernel):
+    if kept is None or not reads_late(kept, kernel) or not torch.is_grad_enabled():
         return None, None
     if not _by_wire(where) or levels() or torch.compiler.is_compiling():
         return None, None
-    if where["shape"][0] > 1 or not kept.at_hand:
+    if rows > 1 or not kept.at_hand:
         return None, Unawaited()
     cfg, table, mesh, seq_len = where["cfg"], where["table"], where["mesh"], where["shape"][1]
-    o_BSNH = kept_result(kept)
+    o_BSNH = kept_result(kept, again=True)
     begun = begin_to_ranks(o_BSNH, num_heads=cfg.num_heads, mesh=mesh, table=table, seq_len=seq_len)
     return begun, Unawaited()
 

@@ -58,7 +58,7 @@ class Bench:
     """Attention kernel. auto: the best that each contender can use; a name: a contender that cannot use it
     says so."""
     steps: int = 5
-    """Timed steps at most; long ones are repeated less often."""
+    """Timed steps at most; long ones are repeated less often. For step, scan, memory and scaling."""
     host_memory: str | None = None
     """Memory of the host that each process may take for what it offloads, for example 100GB, where options
     are chosen by what fits. Default: what is available when it starts."""

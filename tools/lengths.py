@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Annotated
 
@@ -18,12 +19,21 @@ def parse_tokens(text: str) -> int:
     return int(found[1]) * TIMES[found[2]]
 
 
+def _given(words: list[str]) -> int:
+    """As all other mistakes are told, not as the parser would."""
+    try:
+        return parse_tokens(words[0])
+    except ValueError as e:
+        first = os.environ.get("RANK", "0") == "0"
+        raise SystemExit(f"error: {e}. Change --seq-len." if first else 1) from None
+
+
 Tokens = Annotated[
     int,
     PrimitiveConstructorSpec(
         nargs=1,
         metavar="TOKENS",
-        instance_from_str=lambda words: parse_tokens(words[0]),
+        instance_from_str=_given,
         is_instance=lambda value: isinstance(value, int),
         str_from_instance=lambda value: [str(value)],
     ),

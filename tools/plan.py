@@ -109,7 +109,10 @@ def check(cfg: Plan) -> None:
             flag = name.replace("_", "-")
             raise ValueError(f"{name}={getattr(cfg, name)} must be at least 1. Change --{flag}.")
     if cfg.table not in TABLES:
-        raise ValueError(f"table={cfg.table} must be one of {', '.join(TABLES)}. Change --table.")
+        raise ValueError(
+            f"table={cfg.table} must be one of {', '.join(TABLES)}. Change --table; for one "
+            f"of your own call usp.models.model_traffic and usp.models.training_memory."
+        )
     check_axes(cfg.table, ring=cfg.ring, ulysses=cfg.ulysses)
     if cfg.gpu not in GPUS:
         raise ValueError(f"gpu={cfg.gpu} must be one of {', '.join(GPUS)}. Or give --gpu-memory.")
@@ -136,10 +139,10 @@ def parse_memory(name: str, text: str) -> int:
 
 
 def headline(cfg: Plan, seq_len: int, settings: Settings | None, options: Mapping[str, Any]) -> str:
-    ranks = cfg.dp * cfg.ring * cfg.ulysses
+    ranks, parts = cfg.dp * cfg.ring * cfg.ulysses, cfg.ring * cfg.ulysses
     lines = [
         f"{cfg.model}: {cfg.batch_size or cfg.dp} x {seq_len} tokens on {ranks} GPUs (dp {cfg.dp}, ring "
-        f"{cfg.ring}, ulysses {cfg.ulysses}), {seq_len // (cfg.ring * cfg.ulysses)} tokens of a row a rank",
+        f"{cfg.ring}, ulysses {cfg.ulysses}), {-(-seq_len // parts)} tokens of a row a rank",
         f"settings: {settings.describe() if settings else Settings(**options).describe()}",
     ]
     reasons = [] if settings is None else settings.reasons

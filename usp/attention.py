@@ -39,13 +39,13 @@ def attention(
 
     q [B, S, N, H], k [B, S, K, H], v [B, S, K, Hv], N a multiple of K; result [B, S, N, Hv]. Without `table`
     and `mesh` S is whole. With them q is placed by `table.q`: where that leaves the sequence sharded, this is
-    a ring over those axes, S being the two pieces that `shard_batch` dealt to this rank (`usp.order`).
+    a ring over that axis, S being the two pieces that `shard_batch` dealt to this rank (`usp.order`).
 
     `cu_seqlens`, int32 on the CPU, are document boundaries over the B rows of whole sequences laid end to
     end, every end of a row among them; None: one document a row. `window`: a query sees keys less than that
-    many positions away, itself included, on both sides unless causal. `sinks` [N]: one more score for each
-    head that has no value. `softcap`: scores become softcap * tanh(score / softcap). `scale`: 1 / sqrt(H)
-    unless given.
+    many positions away, itself included, on both sides unless causal. `sinks` [N], of this rank's heads: the
+    score of one more key for each, which has no value. `softcap`: scores become
+    softcap * tanh(score / softcap). `scale`: 1 / sqrt(H) unless given.
 
     `kernel`: a name of `usp.kernels.KERNELS`, "reference" (plain torch, any order of derivative, forward mode
     too) or "auto", the first that takes the input. Kernels but the reference give first derivatives in
@@ -84,9 +84,14 @@ def reads_late(kept: Kept | None, kernel: str) -> bool:
     return kept is not None and kept.replaying and kernel != "reference" and not hooked
 
 
-def kept_result(kept: Kept) -> Tensor:
-    """That result, now."""
-    return cast(Tensor, kept.ahead()[0])
+def kept_result(kept: Kept, *, again: bool) -> Tensor:
+    """That result, now; `again`: for the attention that comes next as well."""
+    found = kept.ahead() if again else kept.get(_kept)
+    return cast(Tensor, found[0])
+
+
+def _kept() -> tuple[Tensor, Tensor]:
+    raise AssertionError("what is kept is not computed")
 
 
 class _Attention(torch.autograd.Function):

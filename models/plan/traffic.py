@@ -26,6 +26,8 @@ from usp.models.plan.segments import segments
 from usp.models.plan.traffic_attention import attention_backward, attention_forward
 from usp.models.plan.traffic_kinds import Traffic
 
+BEFORE = "x before attention"
+
 
 class Passes(NamedTuple):
     """What is sent in the forward and in the backward, each in order."""
@@ -88,8 +90,14 @@ def _layer(where: Local, dtype: torch.dtype, remat: str, chunks: int, again: int
     gathered, scattered = _bundle("layer", leaves, where, dtype)
     before, after = _around_attention(where, dtype), _around_mlp(where, dtype)
     attend = attention_forward(where, dtype, chunks)
-    kept = attention_forward(where, dtype, chunks, replayed=True) if remat == "attention" else attend
-    rerun = () if remat == "none" else (*gathered, *before.forward, *kept, *after.forward) * again
+    rerun: tuple[Traffic, ...] = ()
+    for bare in [True, False][-again:] if remat != "none" else ():
+        moved, kept = before.forward, attend
+        if remat == "attention":
+            kept = attention_forward(where, dtype, chunks, replayed=True, bare=bare)
+            if bare and chunks == 1:  # nothing is projected
+                moved = tuple(t for t in moved if t.what != BEFORE)
+        rerun += (*gathered, *moved, *kept, *after.forward)
     back = (*after.backward, *attention_backward(where, dtype, chunks), *before.backward, *scattered)
     return Passes((*gathered, *before.forward, *attend, *after.forward), (*rerun, *back))
 
@@ -128,7 +136,7 @@ def _around_attention(where: Local, dtype: torch.dtype) -> Passes:
     table = where.table
     out = _linear(table.attn_x, "wq", "wo", table)
     return _joined(
-        _moved("x before attention", table.residual, table.attn_x, where, dtype),
+        _moved(BEFORE, table.residual, table.attn_x, where, dtype),
         _moved("x after attention", out, table.residual, where, dtype),
     )
 

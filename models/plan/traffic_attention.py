@@ -16,13 +16,13 @@ Way = Callable[..., list[Traffic]]
 
 
 def attention_forward(
-    where: Local, dtype: torch.dtype, head_chunks: int, *, replayed: bool = False
+    where: Local, dtype: torch.dtype, head_chunks: int, *, replayed: bool = False, bare: bool = False
 ) -> tuple[Traffic, ...]:
-    """`replayed`: the attention itself is not run, see `usp.kept`."""
+    """`replayed`: the attention itself is not run, see `usp.kept`; `bare`: nor is its gradient."""
     found: list[Traffic] = []
     for q, kv, heads in _chunks(where, head_chunks):
         chunked = head_chunks > 1
-        if not (chunked and replayed):  # chunks that are kept are not even projected
+        if not (replayed and (chunked or bare)):  # chunks that are kept are not even projected
             found += _to_heads(where, dtype, q, kv, together=not chunked)
         if not replayed:
             found += _ring_forward(where, dtype, heads, head_chunks)

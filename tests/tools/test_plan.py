@@ -106,6 +106,10 @@ def test_a_directory(model_dir: Path, capsys: Capture) -> None:
 @pytest.mark.parametrize(
     ("words", "match"),
     [
+        (
+            ["llama-3-8b", "--seq-len", "1.5M"],
+            "'1.5M' must be a number of tokens, such as 131072, 128K or 2M",
+        ),
         (["llama-3-8b"], "seq_len=None must be a number of tokens"),
         (["nothing", "--seq-len", "8"], "must be a Hugging Face model directory or one of"),
         (["llama-3-8b", "--seq-len", "8", "--longest"], "seq_len=8 must be left out with --longest"),

@@ -31,7 +31,7 @@ KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (FLASH4, CUDNN, 
 """In order of preference. "reference", plain torch with any derivative, is no kernel of this interface."""
 EVERY = """\
 all: causal and bidirectional, kv heads that divide the query heads
-all: sinks, joined to the result by log-sum-exp; not by chunks of heads"""
+all: sinks, joined to the result by log-sum-exp; not together with head_chunks"""
 """What needs no feature of a kernel."""
 
 
