@@ -5,7 +5,7 @@ For moves that no spec can say, such as heads that several ranks get, and where 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 import torch
@@ -16,19 +16,57 @@ from usp.mesh.devices import MeshLike, axis_sizes, group_name
 from usp.mesh.linear import apply_linear
 
 
+class Begun:
+    """An exchange of plain values under way, to be finished by one `exchange(..., apart=)` of the same values
+    with their history: that waits instead."""
+
+    def __init__(
+        self, x: Tensor, mesh: MeshLike, axis: str, *, send: tuple[int, ...], receive: tuple[int, ...]
+    ) -> None:
+        self._op = Exchange(group_name(mesh, axis), send, receive)
+        self._started: Tensor | None = self._op.start(x.detach())
+
+    def run(self, op: Exchange, x: Tensor) -> Tensor:
+        """What the values became; x is not read."""
+        assert op == self._op, "another exchange than the one that was begun"
+        started, self._started = self._started, None
+        assert started is not None, "an exchange is finished once"
+        return collectives.wait(started)
+
+
+class Unawaited:
+    """Makes one `exchange(..., apart=)` begin only: nothing may read what it returns before `wait`."""
+
+    def __init__(self) -> None:
+        self._started: Tensor | None = None
+
+    def run(self, op: Exchange, x: Tensor) -> Tensor:
+        """Memory that what comes is written to."""
+        self._started = op.start(x)
+        return self._started
+
+    def wait(self) -> None:
+        started, self._started = self._started, None
+        assert started is not None, "an exchange is begun once, and waited for once"
+        collectives.wait(started)
+
+
 @dataclass(frozen=True)
 class Exchange:
-    """x [*lead, sum of send] -> [*lead, sum of receive]."""
+    """x [*lead, sum of send] -> [*lead, sum of receive]. `apart`: begun or waited for elsewhere, this way."""
 
     group: str
     send: tuple[int, ...]
     receive: tuple[int, ...]
     lead: tuple[int, ...] = ()
+    apart: Begun | Unawaited | None = field(default=None, compare=False)
 
     def empty(self) -> bool:
         return False
 
     def run(self, x: Tensor) -> Tensor:
+        if self.apart is not None:
+            return self.apart.run(self, x)
         if not self.lead:
             return collectives.exchange(x.contiguous(), self.group, self.send, self.receive)
         times = prod(self.lead)
@@ -48,70 +86,8 @@ class Exchange:
         return Exchange(self.group, self.receive, self.send, self.lead)
 
     def batched(self, size: int) -> Exchange:
+        assert self.apart is None, "an exchange apart is for plain tensors"
         return Exchange(self.group, self.send, self.receive, (size, *self.lead))
-
-
-class Begun:
-    """An exchange of plain values under way, to be finished by one `exchange(..., apart=)` of the same values
-    with their history: that waits instead."""
-
-    def __init__(
-        self, x: Tensor, mesh: MeshLike, axis: str, *, send: tuple[int, ...], receive: tuple[int, ...]
-    ) -> None:
-        self._op = Exchange(group_name(mesh, axis), send, receive)
-        self._started: Tensor | None = self._op.start(x.detach())
-
-    def of(self, op: Exchange) -> Begun:
-        assert op == self._op, "another exchange than the one that was begun"
-        return self
-
-    def empty(self) -> bool:
-        return False
-
-    def run(self, x: Tensor) -> Tensor:
-        """What the values became, x or not."""
-        started, self._started = self._started, None
-        assert started is not None, "an exchange is finished once"
-        return collectives.wait(started)
-
-    def transposed(self) -> Exchange:
-        return self._op.transposed()
-
-    def batched(self, size: int) -> Exchange:
-        raise NotImplementedError("an exchange that is under way has no vmap")
-
-
-class Unawaited:
-    """Makes one `exchange(..., apart=)` begin only: nothing may read what it returns before `wait`."""
-
-    def __init__(self) -> None:
-        self._op: Exchange | None = None
-        self._started: Tensor | None = None
-
-    def of(self, op: Exchange) -> Unawaited:
-        self._op = op
-        return self
-
-    def wait(self) -> None:
-        started, self._started = self._started, None
-        assert started is not None, "an exchange is begun once, and waited for once"
-        collectives.wait(started)
-
-    def empty(self) -> bool:
-        return False
-
-    def run(self, x: Tensor) -> Tensor:
-        """Memory that what comes is written to."""
-        assert self._op is not None
-        self._started = self._op.start(x)
-        return self._started
-
-    def transposed(self) -> Exchange:
-        assert self._op is not None
-        return self._op.transposed()
-
-    def batched(self, size: int) -> Exchange:
-        raise NotImplementedError("an exchange that nobody waits for has no vmap")
 
 
 def exchange(
@@ -143,5 +119,4 @@ def exchange(
         )
     if parts == 1:
         return x
-    op = Exchange(group_name(mesh, axis), tuple(send), tuple(receive))
-    return apply_linear(x, op if apart is None else apart.of(op))
+    return apply_linear(x, Exchange(group_name(mesh, axis), tuple(send), tuple(receive), apart=apart))

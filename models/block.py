@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from usp import attention, heads_to_seq, seq_to_heads
-from usp.attention import kept_result, reads_late
+from usp.attention import kept_result, knows_result
 from usp.deal import Deal, with_equal_groups
 from usp.heads import trading_axis, wired_to_heads
 from usp.heads_back import begin_to_ranks, heads_to_ranks
 from usp.kept import Kept
-from usp.levels import levels
+from usp.levels import levels, saving_hooks
 from usp.mesh import Table, axis_sizes, redistribute
 from usp.mesh.exchange import Begun, Unawaited
 from usp.models.config import LlamaConfig
@@ -71,7 +71,7 @@ def block(
             compiled=compiled, kept=kept, **where,
         )  # fmt: skip
     else:
-        if kept is not None and reads_late(kept, kernel) and not torch.is_grad_enabled():
+        if kept is not None and knows_result(kept, kernel) and not torch.is_grad_enabled():
             o_BSNH = kept_result(kept, again=False)  # nothing will read q, k, v
         else:
             q_BSNH, k_BSKH, v_BSKH = _qkv_at_heads(x_BSD, w, rope, deal, parts, where, late)
@@ -89,10 +89,11 @@ def block(
 def _apart(rows: int, kept: Kept | None, kernel: str, where: Where) -> tuple[Begun | None, Unawaited | None]:
     """Where attention's result is known already, it sets out before the projections (of one row, which needs
     no copy for that, and unless it comes from the host), and q, k, v, which only the gradient reads, travel
-    behind the MLP: (the result's exchange, that of q, k and v)."""
-    if kept is None or not reads_late(kept, kernel) or not torch.is_grad_enabled():
+    behind the MLP: (the result's exchange, that of q, k and v). Not where hooks, such as those that move what
+    autograd saves to the host, would read these at once."""
+    if kept is None or not knows_result(kept, kernel) or not torch.is_grad_enabled():
         return None, None
-    if not _by_wire(where) or levels() or torch.compiler.is_compiling():
+    if not _by_wire(where) or saving_hooks() or levels() or torch.compiler.is_compiling():
         return None, None
     if rows > 1 or not kept.at_hand:
         return None, Unawaited()

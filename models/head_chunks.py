@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
-import torch
 from torch import Tensor
 
 from usp import kernels
@@ -20,6 +19,7 @@ from usp.models.layout import linear_out
 from usp.models.params import Block, Mesh
 from usp.models.parts import Parts, rms_norm
 from usp.models.rope import rope as rope_of
+from usp.programs import own_programs
 from usp.setting import mask_of, ring_of
 from usp.spans import features
 from usp.wire import can_wire, turned
@@ -116,7 +116,7 @@ def _turn(cfg: LlamaConfig, compiled: bool) -> Callable[[Tensor, Tensor | None, 
         return rms_norm(y, weight, eps=cfg.rms_eps)
 
     # of any size from the start: chunks and tiles have many
-    norm_of_heads = torch.compile(norm, fullgraph=True, dynamic=True) if compiled else norm
+    norm_of_heads = own_programs(norm, dynamic=True) if compiled else norm
 
     def turn(y: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor:
         if weight is not None:

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import lru_cache, wraps
-from types import FunctionType
+from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from usp.heads import wire
 from usp.models.config import LlamaConfig
 from usp.models.params import Block
 from usp.models.rope import rope
+from usp.programs import own_programs
 from usp.wire import can_wire, to_wire
 
 
@@ -101,28 +100,7 @@ def local_parts(cfg: LlamaConfig, compiled: bool) -> Parts:
     if not compiled:
         return parts
     logging.getLogger("usp").info("compiling the parts of a layer; the first step takes some seconds longer")
-    return _with_own_wire(Parts(*(_compiled(part) for part in parts)))
-
-
-def _compiled(part: Callable[..., Any]) -> Any:
-    """torch.compile keeps 8 programs of one code object, then it fails. So each configuration's part has code
-    of its own, one with a graph and one without, and the latter sees no tensor that is a part of another or
-    wants a gradient: what is left to differ is the number of tokens, the first and any."""
-
-    def own() -> Any:
-        code = part.__code__.replace()
-        copy = FunctionType(code, part.__globals__, part.__name__, part.__defaults__, part.__closure__)
-        return torch.compile(copy, fullgraph=True)
-
-    bare, graphed = own(), own()
-
-    @wraps(part)
-    def run(*args: Any) -> Any:
-        if torch.is_grad_enabled():
-            return graphed(*args)
-        return bare(*pytree.tree_map_only(Tensor, Tensor.detach, args))
-
-    return run
+    return _with_own_wire(Parts(*(own_programs(part) for part in parts)))
 
 
 def _with_own_wire(parts: Parts) -> Parts:

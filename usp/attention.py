@@ -76,12 +76,9 @@ def attention(
     return cast(Tensor, _Attention.apply(q, k, v, sinks, mask, place, chosen, kept)[0])  # type: ignore[no-untyped-call]
 
 
-def reads_late(kept: Kept | None, kernel: str) -> bool:
-    """Whether the attention that comes next takes its result from `kept`, so that only its gradient reads q,
-    k and v. Hooks on what autograd saves, such as those that move it to the host, would read them at once."""
-    top = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
-    hooked = top(True) is not None
-    return kept is not None and kept.replaying and kernel != "reference" and not hooked
+def knows_result(kept: Kept, kernel: str) -> bool:
+    """Whether the attention that comes next takes its result from `kept`: q, k, v are for its gradient."""
+    return kept.replaying and kernel != "reference"
 
 
 def kept_result(kept: Kept, *, again: bool) -> Tensor:

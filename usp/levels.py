@@ -18,3 +18,9 @@ def one_gradient() -> bool:
     functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
     found = levels()
     return len(found) == 1 and bool(found[0].key() == functorch.TransformType.Grad)
+
+
+def saving_hooks() -> bool:
+    """Whether `saved_tensors_hooks` see, now, what autograd saves."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
+    return top(True) is not None

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from usp.levels import levels, one_gradient
 from usp.products import add_product
+from usp.programs import own_programs
 
 IGNORE = -100
 MAX_TILE_ELEMENTS = 2**29  # logits of one tile; below 2^31, where 32-bit indexing ends
@@ -189,4 +190,4 @@ def _look(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=1)
 def _compiled_look() -> Any:
-    return torch.compile(_look, fullgraph=True)
+    return own_programs(_look)
