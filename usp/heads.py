@@ -14,6 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from usp.columns import columns
 from usp.deal import deal_heads, with_equal_groups
 from usp.mesh import MeshLike, P, Table, axis_sizes, coordinates, exchange
 from usp.mesh.exchange import Unawaited
@@ -125,9 +126,8 @@ def _by_rank(x: Tensor, parts: int) -> Tensor:
 
 def _unwired(came: Tensor, heads: Sequence[tuple[int, int]], rows: int, length: int) -> list[Tensor]:
     """[S, B, heads * H of all tensors], flat -> views [B, S, heads, H], for (heads, H) of each."""
-    widths = [n * size for n, size in heads]
-    parts = torch.split(came.view(length, rows, sum(widths)), widths, 2)
-    return [p.view(length, rows, *h).transpose(0, 1) for p, h in zip(parts, heads, strict=True)]
+    joined = came.view(length * rows, sum(n * size for n, size in heads))
+    return [t.view(length, rows, *t.shape[1:]).transpose(0, 1) for t in columns(joined, heads)]
 
 
 def _in_order(dealt: Sequence[Dealt]) -> bool:

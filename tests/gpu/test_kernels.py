@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.usp.test_kernels import dense
+from usp.columns import columns
 from usp.kernels import KERNELS, PACKED, Kernel, Segments, choose
 
 pytestmark = [
@@ -109,16 +110,16 @@ def test_equals_dense_float64(name: str, case: str, heads: str) -> None:
     ],
 )
 def test_views_of_one_buffer(name: str, case: str) -> None:
-    """q, k, v side by side in each row, as one all-to-all brings them; do and o with gaps between rows."""
+    """q, k, v side by side in each row, as one all-to-all brings them; do and o with gaps between rows.
+    flash4 leaves the gradients side by side too."""
     segments = CASES[case]
     kernel = pick(name, segments)
     (num, num_kv), size = HEADS["grouped"], 64
     x = inputs(segments, (num, num_kv), size)
     q, k, v, do = x
-    rows = q.shape[0]
-    buffer = torch.cat([t.flatten(1) for t in (q, k, v, do)], 1)
-    parts = buffer.split([num * size, num_kv * size, num_kv * size, num * size], 1)
-    q, k, v, do = (p.view(rows, -1, size) for p in parts)
+    joined = torch.cat([t.flatten(1) for t in (q, k, v)], 1)
+    q, k, v = columns(joined, [(n, size) for n in (num, num_kv, num_kv)])
+    do = torch.cat([do, do], 1)[:, :num]
     assert not any(t.is_contiguous() for t in (q, k, v, do))
     alike = do[:1].expand_as(do)
     with torch.no_grad():
@@ -126,6 +127,9 @@ def test_views_of_one_buffer(name: str, case: str) -> None:
         apart = torch.stack([o, o], 1)[:, 0]
         grads = kernel.backward(do, q, k, v, apart, lse, segments)
         of_one_row = kernel.backward(alike, q, k, v, apart, lse, segments)
+    if name == "flash4":
+        assert {t.untyped_storage().data_ptr() for t in grads} == {grads[0].data_ptr()}
+        assert {t.stride(0) for t in grads} == {joined.shape[1]}
     check((o, lse, *grads), wanted(x, segments))
     check((o, lse, *of_one_row), wanted([q, k, v, alike], segments))
 

@@ -2,8 +2,8 @@
 
 Contenders are timed with an attention that costs nothing, which leaves its result as it finds the memory, in
 the order of a kernel's, and hands k, v back as gradients: ours, yunchang's `SeqAllToAll4D`, and what
-DeepSpeed wraps around a Transformers attention. Ours is also timed as the model does it: q, k, v and the
-result's gradient are made in the order of the wire, by a kernel and a product that must run anyway.
+DeepSpeed wraps around a Transformers attention. Ours is also timed as the model does it with flash-attn 4: q,
+k, v, their gradients and the result's are made in the order of the wire, by what must run anyway.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from usp import heads_to_seq, seq_to_heads
+from usp.columns import like_columns
 from usp.heads import wire, wired_to_heads
 from usp.heads_back import heads_to_ranks
 from usp.mesh import TABLES, build_mesh
@@ -167,7 +168,8 @@ def in_the_model(
         return there, o, heads_to_ranks(o, num_heads=num_heads, **where)
 
     there, o, back = exchange()
-    ups = [torch.randn_like(t) for t in there]
+    grads = like_columns([t.flatten(0, 1) for t in there])  # as a kernel lays them
+    ups = [g.normal_().view(t.shape) for g, t in zip(grads, there, strict=True)]
     up = torch.randn(world, back.shape[1], rows, back.shape[3], device=q.device, dtype=q.dtype)
     outputs, inputs, given = [*there, back], [wired, o], [*ups, up.permute(2, 1, 0, 3)]
     return (

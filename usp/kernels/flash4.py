@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from usp.columns import like_columns
 from usp.kernels.interface import PACKED, SOFTCAP, WINDOW, Kernel, Segments
 from usp.kernels.rows import batched, bounds, lse_batched, lse_flat, num_batch
 
@@ -95,8 +96,11 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(rows, num_heads, v.shape[2]), q.new_empty(num_heads, rows, dtype=torch.float32)
 
 
-@torch.library.custom_op("usp::flash4_backward", mutates_args=())
+@torch.library.custom_op("usp::flash4_backward", mutates_args=("dq", "dk", "dv"))
 def _backward_op(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
     do: Tensor,
     q: Tensor,
     k: Tensor,
@@ -109,23 +113,18 @@ def _backward_op(
     right: int | None,
     scale: float,
     softcap: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> None:
     segments = Segments(tuple(cu_q), tuple(cu_k), left, right, scale, softcap)
     run, options, batch = _package()._flash_attn_bwd, _options(segments), num_batch(segments)
     options["deterministic"] = torch.are_deterministic_algorithms_enabled()
-    x = [_readable(t) for t in (q, k, v, o, do)]  # q, k, v may be views of what one all-to-all brought
+    x, grads = [_readable(t) for t in (q, k, v, o, do)], [dq, dk, dv]
+    # q, k, v and their gradients may be columns of what one all-to-all brings, and of what one sends
     if batch is None:
-        dq, dk, dv = run(*x, lse.contiguous(), **_boundaries(segments, q.device), **options)
-        return dq, dk, dv
-    grads = run(*(batched(t, batch) for t in x), lse_batched(lse, batch), **options)
-    dq, dk, dv = (t.flatten(0, 1) for t in grads)
-    return dq, dk, dv
-
-
-@_backward_op.register_fake
-def _(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
-    return dq, dk, dv
+        lse, more = lse.contiguous(), _boundaries(segments, q.device)
+    else:
+        x, grads = ([batched(t, batch) for t in ts] for ts in (x, grads))
+        lse, more = lse_batched(lse, batch), {}
+    run(*x, lse, **more, **options, **dict(zip(("dq", "dk", "dv"), grads, strict=True)))
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
@@ -136,8 +135,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> tuple[Tenso
 def _backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, segments: Segments
 ) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = like_columns([q, k, v])
     bounds_q, bounds_k = list(segments.cu_q), list(segments.cu_k)
-    dq, dk, dv = _backward_op(do, q, k, v, o, lse, bounds_q, bounds_k, *segments[2:])
+    _backward_op(dq, dk, dv, do, q, k, v, o, lse, bounds_q, bounds_k, *segments[2:])
     return dq, dk, dv
 
 
