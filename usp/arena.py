@@ -9,19 +9,23 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+LOOSE = 4  # times what is asked for that a buffer may hold
+
 
 class Arena:
     """Host memory for what a scan offloads: make one, pass it every step.
 
     Buffers are page-locked where a GPU is there, grow with the first step and serve every later one of the
-    same shapes. `nbytes` counts all of them, `free_bytes` those that are not lent. Each device has one stream
-    for copies both ways, so a buffer is never written before it was read. Used on a CPU, buffers are ordinary
-    memory and copies happen at once.
+    same shapes. For other shapes they serve where they are large enough, and are let go where that keeps the
+    whole from growing: it holds what its largest step needs, and little more. `nbytes` counts all buffers,
+    `free_bytes` those that are not lent. Each device has one stream for copies both ways, so a buffer is
+    never written before it was read. Used on a CPU, buffers are ordinary memory and copies happen at once.
     """
 
     def __init__(self) -> None:
         self._free: dict[int, list[Tensor]] = {}
         self._copies: dict[torch.device, Copies] = {}
+        self._most = 0  # that it has held at once
         self.nbytes = 0
         self.free_bytes = 0
 
@@ -34,16 +38,30 @@ class Arena:
         return self._copies[device]
 
     def take(self, nbytes: int, *, locked: bool) -> Tensor:
-        """A buffer of bytes, from those that are free or a new one."""
-        free = self._free.get(nbytes)
-        if free:
-            self.free_bytes -= nbytes
-            return free.pop()
+        """A buffer of at least so many bytes, from those that are free or a new one."""
+        fitting = [size for size, free in self._free.items() if free and nbytes <= size <= LOOSE * nbytes]
+        if fitting:
+            buffer = self._free[min(fitting)].pop()
+            self.free_bytes -= buffer.nbytes
+            return buffer
+        self._make_room(nbytes)
         buffer = torch.empty(nbytes, dtype=torch.uint8)
         if locked and nbytes:
             _lock(buffer)
         self.nbytes += nbytes
+        self._most = max(self._most, self.nbytes)
         return buffer
+
+    def _make_room(self, nbytes: int) -> None:
+        """Let free buffers go, the smallest first, as long as so many more bytes make it larger than ever."""
+        if self.free_bytes and self.nbytes + nbytes > self._most:
+            for copies in self._copies.values():
+                copies.finish()  # a buffer that is free for the next copy may still be read by the last
+        for size in sorted(self._free):
+            while self._free[size] and self.nbytes + nbytes > self._most:
+                self._free[size].pop()
+                self.nbytes -= size
+                self.free_bytes -= size
 
     def keep(self, like: Tensor) -> Tensor:
         """Room for a tensor that is never given back."""
@@ -101,6 +119,10 @@ class Copies(Protocol):
 
     def back(self, host: Tensor, device: torch.device) -> Copied: ...
 
+    def finish(self) -> None:
+        """Hold up the host until all copies are done."""
+        ...
+
 
 class _DirectCopies:
     """For tensors on the CPU."""
@@ -111,6 +133,9 @@ class _DirectCopies:
 
     def back(self, host: Tensor, device: torch.device) -> Copied:
         return Copied(host.clone(), device)
+
+    def finish(self) -> None:
+        pass
 
 
 class _StreamCopies:
@@ -132,10 +157,13 @@ class _StreamCopies:
             t.copy_(host, non_blocking=True)
             return Copied(t, device, self._stream.record_event())
 
+    def finish(self) -> None:
+        self._stream.synchronize()
+
 
 def _shaped(buffer: Tensor, like: Tensor) -> Tensor:
     stride = torch.empty_like(like, device="meta").stride()  # its own where it is dense
-    return buffer.view(like.dtype).as_strided(like.shape, stride)
+    return buffer[: like.nbytes].view(like.dtype).as_strided(like.shape, stride)
 
 
 def _lock(buffer: Tensor) -> None:

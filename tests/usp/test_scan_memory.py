@@ -133,6 +133,18 @@ def test_offloaded_bytes() -> None:
             assert arena.free_bytes == arena.nbytes
 
 
+def test_the_host_holds_the_longest_length_alone() -> None:
+    """Lengths that change do not add up."""
+    arena, longest = Arena(), 0
+    for rows in (64, 16, 40, 16, 64, 200, 60, 16, 200, 9):
+        x = normal(rows, DIM, seed=rows)
+        equal(run(DEPTH, x, remat="attention", offload="host", arena=arena), run(DEPTH, x, remat="attention"))
+        longest = max(longest, rows)
+        needed = 3 * (DEPTH - 1) * longest * DIM * x.itemsize
+        assert arena.nbytes == arena.free_bytes
+        assert arena.nbytes == needed if rows == longest else arena.nbytes <= needed
+
+
 def test_memory_does_not_grow_with_the_layers_when_offloaded() -> None:
     wide = normal(4096, DIM, seed=50)
 
