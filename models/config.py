@@ -182,6 +182,11 @@ class LlamaConfig:
         """How many keys a query of this layer sees, itself included; None: all before it."""
         return self.windows[layer] if self.windows else None
 
+    def with_layers(self, num: int) -> LlamaConfig:
+        """The same with `num` layers; a pattern of windows is cut, or starts again, in its order."""
+        again = (self.window_of(i % self.num_layers) for i in range(num))
+        return dataclasses.replace(self, num_layers=num, windows=tuple(again) if self.windows else ())
+
     @classmethod
     def from_hf_dict(cls, config: Mapping[str, Any]) -> LlamaConfig:
         """Read a config.json of Transformers 4 or 5 (llama, mistral, qwen2, qwen3).

@@ -33,7 +33,8 @@ class Bench:
     """Shape by name (as for `usp plan`, or tiny), or a Hugging Face model directory. Default: llama-3-8b, on
     the CPU tiny."""
     layers: int | None = None
-    """Layers that are built. Default: the model's, 8 at most."""
+    """Layers that are built; sliding windows of layers follow in the model's order, which starts again where
+    it ends. Default: the model's, 8 at most."""
     seq_len: tuple[Tokens, ...] = ()
     """Tokens in one row over all ranks, one or more lengths, such as 131072, 128K or 2M. For scaling two
     numbers: tokens per GPU, and tokens in all. Default: what suits the measurement."""

@@ -27,6 +27,7 @@ from usp.optim import clip_scale, local_norms, norm_of_all
 from usp.state import Saver
 from usp.tools import text
 from usp.tools.config import Train
+from usp.tools.flops import utilization
 from usp.tools.garbage import frozen
 from usp.tools.metrics import Metrics, peak_memory_gb
 from usp.tools.ranks import Ranks
@@ -173,6 +174,7 @@ def report(
     values = [(w, float(w.result.loss), float(w.result.norm)) for w in waiting]  # waits for the device
     seconds = time.perf_counter() - began
     speed, memory = sum(w.num_tokens for w in waiting) / seconds, peak_memory_gb()
+    used = utilization(setup.model, cfg.seq_len, speed / ranks.world, ranks.device)
     bad = next((v for v in values if v[0].result.updated and not _finite(*v[1:])), None)
     where = "" if bad is None else _first_bad(bad[0].result, ranks, setup)
     for w, loss, norm in values:
@@ -188,10 +190,13 @@ def report(
                 grad_norm=norm,
                 lr=learning_rate(cfg, w.step),
                 tokens_per_s=speed,
+                **used,
                 seconds=seconds / len(values),
                 memory_gb=memory,
             )
-    bar.set_postfix_str(f"loss {values[-1][1]:.4f}, {speed:.0f} tok/s, {memory:.2f} GB")
+    share = f" ({used['mfu']:.0%} of peak)" if "mfu" in used else ""
+    work = f", {used['tflops']:.1f} TFLOP/s{share}" if ranks.device.type == "cuda" else ""
+    bar.set_postfix_str(f"loss {values[-1][1]:.4f}, {speed:.0f} tok/s{work}, {memory:.2f} GB")
 
 
 def _finite(*values: float) -> bool:

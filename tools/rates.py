@@ -16,6 +16,7 @@ from typing import NamedTuple, Self
 
 import torch
 
+from usp.models.attended import mean_keys
 from usp.models.plan.local import Local
 from usp.models.plan.memory_parts import Memory
 from usp.models.plan.segments import segments
@@ -98,8 +99,8 @@ def step_time(
     # a layer run again ends before its last product, whose value nothing reads
     layer = 2 * (projections * where.tokens(table.attn_x) + 3 * down)
     products = (3 * layers + again) * layer - 2 * unread * down + 6 * head * cfg.hidden_size
-    pairs = where.rows * where.seq_len**2 / 2 / where.degree
-    attend = 4 * pairs * where.heads.q * cfg.head_dim
+    attend = 4 * where.rows * where.seq_len / where.degree * where.heads.q * cfg.head_dim  # for each key seen
+    forward, backward = _keys(where, [*range(layers), *attended]), 2.5 * _keys(where, range(layers))
     # two norms, rotation, activation: what each reads and writes; the backward twice that
     width = 4 * cfg.hidden_size + 2 * (cfg.num_heads + 2 * cfg.num_kv_heads) * cfg.head_dim + 3 * features
     fused = 1 if compile else 3
@@ -112,8 +113,8 @@ def step_time(
     moments = 0 if "moments" in memory.peak.parts else 2 * parameters  # that live on the host
     found = [
         Piece("matrix products", accumulate * products / rates.matmul),
-        Piece("attention, forward", accumulate * (layers + attended) * attend / rates.attention_forward),
-        Piece("attention, backward", accumulate * 2.5 * layers * attend / rates.attention_backward),
+        Piece("attention, forward", accumulate * forward * attend / rates.attention_forward),
+        Piece("attention, backward", accumulate * backward * attend / rates.attention_backward),
         Piece("passes over memory", accumulate * passes * dtype.itemsize / rates.memory),
         Piece("exchanges", accumulate * _sent(exposed, rates) + _sent(traffic.update, rates)),
         Piece("update", update / rates.memory),
@@ -144,16 +145,24 @@ def total(pieces: Iterable[Piece]) -> float:
     return max([shown, *(p.seconds for p in pieces if p.hidden)])
 
 
-def _again(remat: str | Sequence[str], group: int, num_layers: int) -> tuple[int, int, int]:
-    """Layers run again, those of them whose last value is not read, and attentions run again."""
-    again = unread = attended = 0
+def _keys(where: Local, layers: Sequence[int]) -> float:
+    """Keys that a query sees in these layers together, on average over its row."""
+    return len(layers) * mean_keys(where.cfg, where.seq_len, layers)
+
+
+def _again(remat: str | Sequence[str], group: int, num_layers: int) -> tuple[int, int, list[int]]:
+    """How often layers are run again, how often the last value is not read then, and the layers whose
+    attention is run again, named once each time."""
+    again, unread = 0, 0
+    attended: list[int] = []
     for part in segments(remat, num_layers):
         if part.remat == "none":
             continue
-        num = part.stop - part.start
-        twice = num - -(-num // group)  # all of a group but its last layer are run once more
-        again, unread = again + num + twice, unread + num
-        attended += num + twice if part.remat == "full" else 0
+        own = range(part.start, part.stop)
+        # all of a group but its last layer are run once more
+        twice = [i for i in own[:-1] if (i - part.start + 1) % group]
+        again, unread = again + len(own) + len(twice), unread + len(own)
+        attended += [*own, *twice] if part.remat == "full" else []
     return again, unread, attended
 
 

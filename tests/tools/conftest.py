@@ -1,5 +1,6 @@
 """A tiny Llama and a tiny byte-level tokenizer, made on the spot, and a launcher for real command lines."""
 
+import json
 import os
 import subprocess
 from collections.abc import Callable
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from tests.tools.warm import Job, run_warm
+from usp.models import LlamaConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = "A sequence is cut over ranks; heads are exchanged. Größe, 長さ, 🙂.\n"
@@ -64,6 +66,18 @@ def build_model(folder: Path, *, vocab_size: int = 300, num_heads: int = 4, num_
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def windowed_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """config.json alone: four layers, all but the second with a sliding window of 100 tokens."""
+    cfg = LlamaConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=128, num_layers=4, num_heads=4, num_kv_heads=2,
+        windows=(100, None, 100, 100), qk_norm=True, model_type="qwen3",
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("windowed")
+    (folder / "config.json").write_text(json.dumps(cfg.to_hf_dict()))
+    return folder
 
 
 @pytest.fixture

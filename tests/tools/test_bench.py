@@ -1,49 +1,30 @@
-"""`usp bench`: formulas, rows, ratios, commands; launches of every bad kind; and real ones on the CPU."""
+"""`usp bench`: formulas, rows, ratios, commands and what is refused."""
 
 import shlex
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
-from usp import models, value_and_grad
+from usp import models
 from usp.mesh import TABLES
 from usp.models.plan.local import local
-from usp.tools.bench import memory, scaling
+from usp.tools.bench import memory, report, scaling
 from usp.tools.bench.job import Job, Setting
-from usp.tools.bench.place import Place
-from usp.tools.bench.shape import TINY, flops_per_token, shape, weights
-from usp.tools.bench.step import Model
+from usp.tools.bench.jobs import Resources
+from usp.tools.bench.main import not_run, scaling_lines
+from usp.tools.bench.shape import shape
 from usp.tools.cli import main as usp
+from usp.tools.config_bench import Bench
+from usp.tools.flops import weights
 from usp.tools.rates import Piece, Rates, step_time, total
 
-ONE = {"dp": 1, "ring": 1, "ulysses": 1}
 TWO = {"dp": 1, "ring": 1, "ulysses": 2}
 RATES = Rates(
     device="NVIDIA H200", processes=2, kernel="flash4", matmul=7e14, attention_forward=6.9e14,
     attention_backward=6.2e14, memory=4e12, to_host=5e10, from_host=5e10, all_to_all=1.5e11,
 )  # fmt: skip
-JSON = ("what", "command", "started", "machine", "rows")
-
-
-def test_flops_are_the_models_own() -> None:
-    """Counted product by product: reference attention works on the whole square, of which causal is half."""
-    cfg = replace(TINY, num_layers=3, num_heads=6, num_kv_heads=2, hidden_size=40, head_dim=16)
-    model = Model(cfg, Setting(label=""), Place(0, 1, 1, torch.device("cpu"), Path()))
-    seq_len = 48
-    shard, mesh = model.shard(seq_len), model.mesh
-    loss = value_and_grad(
-        lambda p: models.loss(p, shard, cfg, table=model.table, mesh=mesh, kernel="reference")
-    )
-    with FlopCounterMode(display=False) as counter:
-        loss(model.params)
-    layer, head = weights(cfg)
-    square = 12 * cfg.num_layers * cfg.num_heads * 16 * seq_len
-    assert counter.get_total_flops() == (6 * (3 * layer + head) + square) * seq_len
-    assert flops_per_token(cfg, seq_len) == 6 * (3 * layer + head) + square / 2
 
 
 def test_dry_run_of_the_scaling(capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,14 +55,16 @@ def test_weak_scaling() -> None:
     assert [round(row["tflops_gpu"]) for row in scaling.published()] == [338, 411, 417, 222]
 
 
-def test_slope_and_longest_row() -> None:
+@pytest.mark.parametrize("windows", [False, True])
+def test_slope_and_longest_row(windows: bool, windowed_dir: Path) -> None:
     """A device that takes 1.25 times what is foretold; the longest row then just fits it."""
-    cfg, gpu = shape("llama-3-8b"), 141 * 10**9
+    model = str(windowed_dir) if windows else "llama-3-8b"
+    cfg, gpu = shape(model, 8), 141 * 10**9
     rows = []
     for seq_len in (131072, 262144):
         (setting,) = (s for s in memory.ladder(cfg, seq_len, 2) if s.label == "+ offload")
         row: dict[str, Any] = {**setting.__dict__, "compile": True, "dtype": "bfloat16", "world": 2}
-        row |= {"model": "llama-3-8b", "layers": 8, "seq_len": seq_len}
+        row |= {"model": model, "layers": 8, "seq_len": seq_len}
         peak = memory.foretold(cfg, 2, seq_len // 2, ("usp", 1), memory.options(row)).peak
         base = peak.parts["parameters"] + peak.parts["moments"]
         row |= {"foretold": peak.nbytes, "foretold_base": base, "base": base}
@@ -89,11 +72,35 @@ def test_slope_and_longest_row() -> None:
     (found,) = memory.slopes(rows, gpu)
     assert found["growth"] == pytest.approx(1.25 * found["foretold_growth"])
     assert found["growth"] == pytest.approx((rows[1]["peak"] - rows[0]["peak"]) / 65536)
-    large, tokens = replace(cfg, num_layers=32), found["longest"][8]["tokens"]
+    large, tokens = shape(model, 32), found["longest"][8]["tokens"]
     at_most = memory.foretold(large, 8, tokens // 8, ("usp", 1), memory.options(rows[0]))
     base = at_most.peak.parts["parameters"] + at_most.peak.parts["moments"]
     assert base + 1.25 * (at_most.peak.nbytes - base) == pytest.approx(0.92 * gpu, rel=0.01)
     assert found["longest"][8]["host_gib"] == pytest.approx(at_most.host / 2**30)
+
+
+def test_layers_keep_the_order_of_their_windows(windowed_dir: Path) -> None:
+    model = str(windowed_dir)
+    assert shape(model).windows == (100, None, 100, 100)
+    assert shape(model, 2).windows == (100, None)
+    assert shape(model, 10).windows == ((100, None, 100, 100) * 3)[:10]
+    row = {"model": model, "layers": 6, "world": 1, "seq_len": 1024, "variant": "ulysses"}
+    run = report.Run("scaling", "", "", {"host_memory": 10**12}, [row])
+    (said,) = (line for line in scaling_lines([row], [run], Bench(), 10**10) if "longest row" in line)
+    assert "on 1 GPUs, as the plan foretells: " in said
+    assert "nothing fits" not in said
+
+
+def test_a_peer_without_windows_says_so(windowed_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's context_parallel; the others are handed each layer's window."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    peers = ("deepspeed", "torch-cp")
+    for model, errors in (
+        (str(windowed_dir), {"torch-cp": "torch context_parallel has no sliding window"}),
+        ("llama-3-8b", {}),
+    ):
+        rows = not_run(Bench(model=model, peers=peers), Resources(2, "cuda"))
+        assert {row["contender"]: row["error"] for row in rows} == errors
 
 
 @pytest.mark.parametrize("remat", ["none", "attention", "full"])

@@ -1,17 +1,24 @@
 """`usp bench` for real, on the CPU and a tiny model: every measurement, its JSON and its plot."""
 
+import copy
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
+import torch
 
-from usp.tools.bench import launch
-from usp.tools.bench.job import Job
+from usp.tools.bench import launch, scan
+from usp.tools.bench.job import Job, Setting
 from usp.tools.bench.loss import TILES
+from usp.tools.bench.peers import hugging_face
+from usp.tools.bench.place import Place, kernel_name
 from usp.tools.bench.plots import PANELS
+from usp.tools.bench.shape import shape
+from usp.tools.bench.step import Model
 from usp.tools.cli import main as usp
 from usp.tools.rates import Rates
 
@@ -73,6 +80,58 @@ def test_a_peer(forked: None) -> None:
         assert (row["kernel"], row["again"], row["loss_by"]) == ("cpu", again, "tiles")
         assert row["loss"] == pytest.approx(6.24, abs=0.2)
     assert "nothing but recomputation to save memory with" in rows["least"]["error"]
+
+
+def test_windows(forked: None, windowed_dir: Path, tmp_path: Path) -> None:
+    """Of more layers than the model has, by ours and a peer; longer rows than the window and shorter ones."""
+    words = [*TINY[:1], "--model", str(windowed_dir), "--gpus", "0", "--processes", "1", "--layers", "5"]
+    words += ["--seq-len", "64", "128", "--steps", "1", "--out", str(tmp_path)]
+    usp([*words, "--setting", "remat=full", "--variants", "recompute", "--peers", "transformers"])
+    rows = rows_of(tmp_path, "step")
+    assert [row["contender"] for row in rows] == ["usp"] * 4 + ["transformers"] * 2
+    for row in rows:
+        assert (row.get("error"), row["layers"], row["kernel"]) == (None, 5, "tiled")
+        keys = {64: 32.0, 128: (4 * 100 * (1 - 100 / 256) + 64) / 5}[row["seq_len"]]
+        entries = 5 * (64 * 16 * 12 + 3 * 64 * 128) + 512 * 64
+        flops = 6 * entries + 12 * 5 * 4 * 16 * keys
+        assert row["tflops_gpu"] == pytest.approx(flops * row["tokens_per_s_gpu"] / 1e12)
+    for what, more in (("memory", ["--setting", "remat=attention"]), ("scan", [])):
+        usp([*words, "--what", what, *more])
+        assert not any("error" in row for row in rows_of(tmp_path, what))
+
+
+def test_scan_and_loop_have_the_windows(windowed_dir: Path, tmp_path: Path) -> None:
+    place, cfg = Place(0, 1, 1, torch.device("cpu"), tmp_path), shape(str(windowed_dir), 3)
+    job = Job(
+        what="scan", contender="usp", model="", layers=3, seq_lens=(230,), processes=1, device="cpu",
+        kernel="tiled",
+    )  # fmt: skip
+    sums = []
+    for windows in (cfg.windows, ()):
+        model = Model(replace(cfg, windows=windows), Setting(label="", table="ulysses"), place)
+        torch.manual_seed(0)
+        sums += [float(step()) for step in scan.both(model, job, 230, "none")]
+    assert sums[0] == pytest.approx(sums[1], rel=1e-5)
+    assert sums[2] == pytest.approx(sums[3], rel=1e-5)
+    assert abs(sums[0] - sums[2]) > 1
+
+
+def test_a_peers_attention_has_the_windows(windowed_dir: Path, tmp_path: Path) -> None:
+    """Built as it is measured, against Transformers' own masks."""
+    from transformers import AutoModelForCausalLM
+
+    cfg, place = shape(str(windowed_dir), 3), Place(0, 1, 1, torch.device("cpu"), tmp_path)
+    hugging_face.register(cfg, hugging_face.by_kernel(kernel_name("auto", cfg, place), torch.float32))
+    model = hugging_face.build(cfg, place, torch.float32)
+    auto: Any = AutoModelForCausalLM
+    eager = auto.from_config(copy.deepcopy(model.config), attn_implementation="eager")  # which it writes to
+    eager.load_state_dict(model.state_dict())
+    ids, _, positions = hugging_face.tokens(cfg, 230, place.device)
+    got, want = (m.model(input_ids=ids, position_ids=positions).last_hidden_state for m in (model, eager))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    model.model.layers[0].self_attn.sliding_window = None
+    with pytest.raises(ValueError, match=r"sliding_window=None must be that of the layer, got 100"):
+        model.model(input_ids=ids, position_ids=positions)
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,10 @@ def test_every_mesh_trains_alike(run: Run, model_dir: Path, corpus: Path, tmp_pa
         result = run("usp.tools.train", *options(model_dir, corpus, out), *mesh, ranks=ranks, logs=logs)
         assert result.returncode == 0, result.stdout + result.stderr + every_log(logs)
         curves[name] = read_rows(out)
+        for row in curves[name]:  # 6 of 2 layers' and the head's entries; 12 of 2 x 4 heads of 6, 39 / 2 keys
+            work = 6 * (2 * (24 * 6 * 12 + 3 * 24 * 40) + 300 * 24) + 12 * 2 * 4 * 6 * 39 / 2
+            assert row["tflops"] == pytest.approx(work * row["tokens_per_s"] / ranks / 1e12)
+            assert "mfu" not in row
         assert_files(out)
         if ranks > 1:
             only_rank_0_speaks(logs)

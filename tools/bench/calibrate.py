@@ -10,9 +10,10 @@ import torch.distributed as dist
 
 from usp.tools.bench.job import Job, Row
 from usp.tools.bench.kernel import rates as kernel_rates
-from usp.tools.bench.place import Place, device_name, kernel_name
+from usp.tools.bench.place import Place, kernel_name
 from usp.tools.bench.shape import shape
 from usp.tools.bench.timing import timed
+from usp.tools.flops import device_name
 
 
 def run(job: Job, place: Place) -> None:

@@ -92,7 +92,8 @@ def lengths(cfg: Bench, device: str) -> tuple[int, ...]:
 def peers(cfg: Bench, where: Resources) -> dict[str, str]:
     """Each peer that is asked for, and why it cannot run here ("": it can)."""
     names = wanted(cfg.peers, mode(cfg), where.processes) if mode(cfg) in ("step", "exchange") else []
-    return {name: PEERS[name].obstacle(where.processes, where.device) for name in names}
+    windows = mode(cfg) == "step" and bool(model_of(cfg, where).windows)
+    return {name: PEERS[name].obstacle(where.processes, where.device, windows=windows) for name in names}
 
 
 def model_name(cfg: Bench, where: Resources) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 
 from usp.tools.bench import memory, report, scaling
@@ -25,9 +24,10 @@ from usp.tools.bench.jobs import (
 from usp.tools.bench.launch import launch, told_to_end, under_torchrun
 from usp.tools.bench.peers import PEERS
 from usp.tools.bench.plots import plot
-from usp.tools.bench.shape import peak_flops, shape
+from usp.tools.bench.shape import shape
 from usp.tools.bench.table import table
 from usp.tools.config_bench import Bench, check, mode
+from usp.tools.flops import peak_flops
 from usp.tools.rates import Rates, default_path
 
 INTERRUPTED = 130  # the exit code of what Ctrl-C ended
@@ -169,7 +169,7 @@ def scaling_lines(
     found = list(scaling.lines(rows, per_gpu))
     host = next((run.machine.get("host_memory") for run in runs if run.machine), None)
     if gpu_memory and host:
-        model = replace(shape(rows[0]["model"]), num_layers=rows[0]["layers"])
+        model = shape(rows[0]["model"], rows[0]["layers"])
         for n in sorted({row["world"] for row in rows}):
             tokens, how = scaling.foretold_longest(model, n, gpu_memory, host)
             found.append(f"  longest row on {n} GPUs, as the plan foretells: {tokens} tokens with {how}")

@@ -60,11 +60,11 @@ def slopes(rows: Sequence[Row], gpu_memory: int | None) -> list[Row]:
         short, long = (own[n] for n in sorted(own)[-2:])
         between = (long["seq_len"] - short["seq_len"]) / long["world"]
         growth = (long["peak"] - short["peak"]) / between
-        cfg, given = shape(long["model"], long["layers"]), options(long)
+        given = options(long)
         said = (long["foretold"] - short["foretold"]) / between
         scheme = long["table"], long["ring"]
         row = {"label": label, "growth": growth, "foretold_growth": said, "layers": long["layers"]}
-        big = replace(cfg, num_layers=LAYERS)
+        big = shape(long["model"], LAYERS)
         times = (long["peak"] - long["base"]) / (long["foretold"] - long["foretold_base"])
         worlds = (n for n in WORLDS if n % scheme[1] == 0)
         row["longest"] = {n: longest(big, n, scheme, given, times, gpu_memory) for n in worlds}

@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 from usp.host import available_bytes
-from usp.kernels import choose
+from usp.kernels import WINDOW, choose
 from usp.models import LlamaConfig
 from usp.tools.bench.job import Row
+from usp.tools.flops import device_name
 
 PACKAGES = (
     "torch", "triton", "flash-attn-4", "transformers", "deepspeed", "liger-kernel", "yunchang",
@@ -78,13 +79,10 @@ class Place:
 
 
 def kernel_name(name: str, cfg: LlamaConfig, place: Place) -> str:
-    """The kernel that is meant; "auto" is never left open. Raises ValueError for none."""
-    size, dtype = cfg.head_dim, place.dtype
-    return choose(name, device=place.device, dtype=dtype, size=size, v_size=size, features=()).name
-
-
-def device_name(device: torch.device) -> str:
-    return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else "CPU"
+    """The kernel that is meant, one for all layers and lengths, so that it takes windows where a layer has
+    one; "auto" is never left open. Raises ValueError for none."""
+    size, dtype, wanted = cfg.head_dim, place.dtype, (WINDOW,) if cfg.windows else ()
+    return choose(name, device=place.device, dtype=dtype, size=size, v_size=size, features=wanted).name
 
 
 def join(rows: Path, device: str, *, seconds: float) -> Place:

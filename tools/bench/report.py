@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from usp.tools.bench.job import Row
-from usp.tools.bench.shape import peak_flops
+from usp.tools.flops import peak_flops
 
 FORMAT = 1
 

@@ -12,8 +12,9 @@ from usp import models
 from usp.mesh import TABLES
 from usp.models import LlamaConfig
 from usp.tools.bench.job import PLAN, Row, Setting
-from usp.tools.bench.shape import flops_per_token, guess_seconds, shape
+from usp.tools.bench.shape import guess_seconds, shape
 from usp.tools.bench.timing import repeats
+from usp.tools.flops import flops_per_token
 
 COUNTS = (1, 2, 4, 8)
 PART_SECONDS, PART_LIMIT = 500.0, 580.0  # that a part is planned for, and that it may take

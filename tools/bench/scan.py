@@ -69,8 +69,12 @@ def both(
     )  # fmt: skip
     gather = layer_bundle(cfg, table, mesh, place.dtype)
     layers = model.params.layers
+    windows = [cfg.window_of(i) for i in range(cfg.num_layers)]
+    each = [{"window": window} for window in windows]
     loss_and_grads = value_and_grad(
-        lambda p: scan(one, x, p, cos, sin, shard.cu_seqlens, remat=remat, gather=gather).float().sum()
+        lambda p: (
+            scan(one, x, p, cos, sin, shard.cu_seqlens, each=each, remat=remat, gather=gather).float().sum()
+        )
     )
 
     def scanned() -> Tensor:
@@ -84,7 +88,8 @@ def both(
 
         def call(x: Tensor, flat: list[Any], i: int) -> Tensor:
             used = flat if gather is None else gather(flat)
-            return one(x, pytree.tree_unflatten(used, tree[i]), cos, sin, shard.cu_seqlens)
+            layer = pytree.tree_unflatten(used, tree[i])
+            return one(x, layer, cos, sin, shard.cu_seqlens, window=windows[i])
 
         y = x.detach().requires_grad_()
         for i, flat in enumerate(own):

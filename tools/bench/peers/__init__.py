@@ -16,15 +16,18 @@ class Peer(NamedTuple):
     install: str
     what: tuple[str, ...]
     no_cpu: str = ""  # why it does not run on a CPU
+    no_windows: str = ""  # why it does not run a model with sliding windows
     least: int = 1  # processes
     most: int | None = None
 
-    def obstacle(self, processes: int, device: str) -> str:
-        """Why it cannot be measured here, or ""."""
+    def obstacle(self, processes: int, device: str, *, windows: bool) -> str:
+        """Why it cannot be measured here, or "". `windows`: whether a layer has a sliding window."""
         if importlib.util.find_spec(self.package) is None:
             return f"not installed: {self.install}"
         if device == "cpu" and self.no_cpu:
             return self.no_cpu
+        if windows and self.no_windows:
+            return self.no_windows
         return "" if self.takes(processes) else f"runs on other numbers of processes than {processes}"
 
     def takes(self, processes: int) -> bool:
@@ -46,6 +49,7 @@ PEERS: Mapping[str, Peer] = MappingProxyType(
             ("step",),
             least=2,
             no_cpu="torch context_parallel replaces attention on GPUs only (flash and cuDNN)",
+            no_windows="torch context_parallel has no sliding window",
         ),
         "transformers": Peer(
             "Transformers",

@@ -58,7 +58,7 @@ class Alst:
         self.cfg, self.place, self.liger = shape(job.model, job.layers), place, hf.have_liger(place)
         self.kernel = kernel_name(job.kernel, self.cfg, place)
         deepspeed = load(place)
-        self.seen = hf.register(hf.by_kernel(self.kernel, place.dtype))
+        self.seen = hf.register(self.cfg, hf.by_kernel(self.kernel, place.dtype))
         if self.liger:
             hf.use_liger(self.cfg)
         self.model = hf.build(self.cfg, place, place.dtype)

@@ -1,8 +1,8 @@
 """What the peers share: a Transformers model of our shape, an attention that names its kernel, the loss.
 
 The kernel is ours wherever a peer lets one choose, so that the same one is compared. A model is built with an
-attention of its own name, which raises for a mask and for a kernel that does not take the input: nothing else
-can run in its place without a word.
+attention of its own name, which raises for a mask, for a window that is not the layer's and for a kernel
+that does not take the input: nothing else can run in its place without a word.
 """
 
 from __future__ import annotations
@@ -31,6 +31,10 @@ LOSS_TILE = 2**28  # float32 logits of one tile, 1 GiB
 LIKELY = 1.1  # what a peer takes of what ours takes, to choose what is computed again
 
 
+Attend = Callable[[Tensor, Tensor, Tensor, float, int | None], Tensor]
+"""Called with q, k, v [B, N, S, H], scale and window; gives [B, S, N, H]."""
+
+
 class Seen(NamedTuple):
     """Sizes that attention was called with, last."""
 
@@ -52,8 +56,8 @@ def use_liger(cfg: LlamaConfig) -> None:
     )
 
 
-def register(attend: Callable[[Tensor, Tensor, Tensor, float], Tensor]) -> Seen:
-    """`attend`(q, k, v [B, N, S, H], scale) -> [B, S, N, H] becomes Transformers' attention `ATTENTION`."""
+def register(cfg: LlamaConfig, attend: Attend) -> Seen:
+    """`attend` becomes Transformers' attention `ATTENTION`, for models of this shape."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     seen = Seen([], [])
@@ -66,26 +70,31 @@ def register(attend: Callable[[Tensor, Tensor, Tensor, float], Tensor]) -> Seen:
         attention_mask: Tensor | None,
         dropout: float = 0.0,
         scaling: float | None = None,
+        sliding_window: int | None = None,
         **ignored: Any,
     ) -> tuple[Tensor, None]:
         if attention_mask is not None or dropout:
             raise ValueError("attention must come without mask and dropout, as one causal document.")
+        if sliding_window != (own := cfg.window_of(module.layer_idx)):
+            raise ValueError(
+                f"sliding_window={sliding_window} must be that of the layer, got {own}. Correct the model."
+            )
         seen.tokens[:], seen.heads[:] = [query.shape[2]], [query.shape[1]]
         scale = query.shape[3] ** -0.5 if scaling is None else scaling
-        return attend(query, key, value, scale), None
+        return attend(query, key, value, scale, sliding_window), None
 
     AttentionInterface.register(ATTENTION, attention_forward)
     AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)
     return seen
 
 
-def by_kernel(kernel: str, dtype: torch.dtype) -> Callable[[Tensor, Tensor, Tensor, float], Tensor]:
-    """Causal attention over all tokens that are given, by one of our kernels, in `dtype` also where autocast
-    has left queries and keys wider."""
+def by_kernel(kernel: str, dtype: torch.dtype) -> Attend:
+    """Causal attention over all tokens that are given, or those of the layer's window, by one of our kernels,
+    in `dtype` also where autocast has left queries and keys wider."""
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         q_BSNH, k_BSKH, v_BSKH = (t.transpose(1, 2).to(dtype) for t in (query, key, value))
-        return attention(q_BSNH, k_BSKH, v_BSKH, scale=scale, kernel=kernel)
+        return attention(q_BSNH, k_BSKH, v_BSKH, scale=scale, kernel=kernel, window=window)
 
     return attend
 

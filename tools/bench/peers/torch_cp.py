@@ -35,7 +35,8 @@ def run(job: Job, place: Place) -> None:
     if kernel not in BACKENDS:
         raise ValueError(f"kernel={kernel} must be cudnn or flash: torch context_parallel goes through SDPA.")
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        assert window is None, "a model with windows is refused before it is built"
         with sdpa_kernel(BACKENDS[kernel]):  # that one or none: SDPA raises when it cannot
             # by its name in the module, which context_parallel exchanges
             o = F.scaled_dot_product_attention(
@@ -43,7 +44,7 @@ def run(job: Job, place: Place) -> None:
             )
         return o.transpose(1, 2).contiguous()
 
-    seen = hf.register(attend)
+    seen = hf.register(cfg, attend)
     if liger:
         hf.use_liger(cfg)
     model = sharded(hf.build(cfg, place, torch.float32), place, liger=liger)

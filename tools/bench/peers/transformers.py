@@ -14,7 +14,7 @@ from usp.tools.bench.shape import shape
 def run(job: Job, place: Place) -> None:
     cfg, liger, device = shape(job.model, job.layers), hf.have_liger(place), place.device
     kernel = kernel_name(job.kernel, cfg, place)
-    seen = hf.register(hf.by_kernel(kernel, place.dtype))
+    seen = hf.register(cfg, hf.by_kernel(kernel, place.dtype))
     if liger:
         hf.use_liger(cfg)
     model = hf.build(cfg, place, torch.float32)
