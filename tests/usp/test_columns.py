@@ -107,7 +107,9 @@ def reference(x: Tensor) -> Tensor:
 def tangent(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(x.requires_grad_(), torch.ones_like(x))
-        return forward_ad.unpack_dual(fn(dual)).tangent
+        found = forward_ad.unpack_dual(fn(dual)).tangent
+        assert found is not None
+        return found
 
 
 def second(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -68,6 +68,9 @@ class _Logged:
             FETCHED.append(weakref.ref(copied.tensor.untyped_storage()))
         return copied
 
+    def finish(self) -> None:
+        self.copies.finish()
+
 
 class LoggedArena(Arena):
     def copies(self, device: torch.device) -> Copies:

@@ -22,7 +22,7 @@ RESULTS = Path(__file__).parents[3] / "tools" / "bench" / "results"
 
 def measured_steps() -> list[dict[str, Any]]:
     """Whole steps of ours, by torch.cuda.max_memory_allocated: `usp bench` and `usp bench --what memory`."""
-    names = ("step-1xH200", "step-2xH200", "memory-2xH200")
+    names = ("step-1xH200", "step-2xH200", "step-whole-2xH200", "step-cudnn-2xH200", "memory-2xH200")
     files = [json.loads((RESULTS / f"{name}.json").read_text("utf-8")) for name in names]
     rows = [row for file in files for run in file["runs"] for row in run["rows"]]
     return [row for row in rows if row["contender"] == "usp" and "peak" in row]
@@ -51,7 +51,8 @@ def test_measured_on_gpus(row: dict[str, Any]) -> None:
         moments=row.get("moments", "device"),
     )
     assert nbytes / GIB == pytest.approx(row["peak"] / GIB, rel=0.1)
-    assert host == pytest.approx(row["host_bytes"], rel=0.01)
+    # a row without a warm-up of its length has also the buffers of the short steps that compiled it
+    assert host == pytest.approx(row["host_bytes"], rel=0.01 if row["warmup"] else 0.03)
 
 
 @pytest.mark.parametrize(("seq_len", "measured"), [(32768, 27.8), (131072, 46.8)])
