@@ -35,6 +35,9 @@ class Bench:
     layers: int | None = None
     """Layers that are built; sliding windows of layers follow in the model's order, which starts again where
     it ends. Default: the model's, 8 at most."""
+    window: Tokens | None = None
+    """Every layer sees so many tokens back: what it remembers stays as it is, and the steps of a long row
+    become short enough to measure its memory. For memory."""
     seq_len: tuple[Tokens, ...] = ()
     """Tokens in one row over all ranks, one or more lengths, such as 131072, 128K or 2M. For scaling two
     numbers: tokens per GPU, and tokens in all. Default: what suits the measurement."""
@@ -86,7 +89,7 @@ USED: Mapping[str, frozenset[str]] = MappingProxyType(
         "exchange": _SHARED | {"seq_len", "batch_size", "peers"},
         "scan": _STEPS,
         "loss": _SHARED | {"seq_len"},
-        "memory": _STEPS | {"setting"},
+        "memory": _STEPS | {"setting", "window"},
         "scaling": _STEPS | {"part", "dry_run", "host_memory"},
         "calibrate": _SHARED - {"what"} | {"calibrate"},
         "plot": frozenset({"what", "plot", "out"}),
@@ -111,7 +114,7 @@ def check(cfg: Bench) -> None:
                 f"{field.name}={value} must be left out where it has no effect, got {mode(cfg)}. "
                 f"Change --{field.name.replace('_', '-')}."
             )
-    for name in ("layers", "processes", "steps", "limit"):
+    for name in ("layers", "window", "processes", "steps", "limit"):
         value = getattr(cfg, name)
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} must be at least 1. Change --{name}.")

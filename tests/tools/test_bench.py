@@ -14,7 +14,7 @@ from usp.tools.bench import memory, report, scaling
 from usp.tools.bench.job import Job, Setting
 from usp.tools.bench.jobs import Resources
 from usp.tools.bench.main import not_run, scaling_lines
-from usp.tools.bench.shape import shape
+from usp.tools.bench.shape import shape, whole
 from usp.tools.cli import main as usp
 from usp.tools.config_bench import Bench
 from usp.tools.flops import weights
@@ -31,6 +31,8 @@ def test_dry_run_of_the_scaling(capsys: pytest.CaptureFixture[str]) -> None:
     usp(["bench", "--what", "scaling", "--gpus", "8", "--dry-run"])
     lines = capsys.readouterr().out.splitlines()
     parts = scaling.parts(shape("llama-3-8b"), scaling.COUNTS, (131072, 1048576), 5, "cuda")
+    every = [scaling.whole_part(whole("llama-3-8b"), n, 131072, "cuda") for n in scaling.COUNTS]
+    parts += every
     assert [shlex.split(line, comments=True) for line in lines] == [
         ["usp", "bench", "--what", "scaling", "--gpus", "8", "--part", str(i)] for i in range(len(parts))
     ]
@@ -43,6 +45,10 @@ def test_dry_run_of_the_scaling(capsys: pytest.CaptureFixture[str]) -> None:
     all_four = {"ulysses", "head chunks", "ulysses x ring", "odysseus"}
     for n, length in ((2, 262144), (4, 524288), (8, 1048576), (2, 1048576), (4, 1048576)):
         assert {variant for variant in all_four if (n, length, variant) in there} == all_four
+    # twice as long would take longer than a part, or than two GPUs have room for; one has its own limit
+    assert [p.seq_len for p in every] == [131072, 524288, 524288, 1048576]
+    assert {p.asked()["layers"] for p in every} == {32}
+    assert [p.settings[0].moments for p in every] == ["host", "device", "device", "device"]
 
 
 def test_weak_scaling() -> None:
@@ -53,6 +59,16 @@ def test_weak_scaling() -> None:
     assert scaling.weak(rows, 100) == [{"variant": "ulysses", "from": 2, "to": 8, "ratio": 0.96}]
     assert scaling.weak(rows[:2], 100) == []
     assert [round(row["tflops_gpu"]) for row in scaling.published()] == [338, 411, 417, 222]
+    row = {"variant": scaling.WHOLE, "world": 8, "seq_len": 1048576, "tokens_per_s_gpu": 946.0}
+    ours = [
+        line
+        for line in scaling.lines([*rows, row, row | {"world": 4, "seq_len": 131072}], 100)
+        if "ours" in line
+    ]
+    assert len(ours) == 1
+    assert ours[0].endswith(
+        "1048576 tokens on 8 H100: 473 tokens/s and 411 model TFLOP/s per GPU; ours 946, 2.00 times as many"
+    )
 
 
 @pytest.mark.parametrize("windows", [False, True])
@@ -199,6 +215,8 @@ def test_plan_tells_the_time_once_rates_are_known(
         (["--gpus", "3"], "gpus=3 must be at most those that are visible, got 0"),
         (["--what", "scaling", "--seq-len", "8"], "must be two numbers for scaling"),
         (["--what", "scaling", "--part", "99"], "part=99 must be from 0 to"),
+        (["--window", "64"], "window=64 must be left out where it has no effect, got step"),
+        (["--what", "memory", "--window", "0"], "window=0 must be at least 1"),
         (["--setting", "tile=3"], "setting='tile=3' must use table, ring, remat"),
         (["--setting", "offload=3"], "must give offload another value, got '3'"),
         (["--setting", "ring=3"], "ring=3 must divide the processes, got 2"),

@@ -100,6 +100,28 @@ def test_windows(forked: None, windowed_dir: Path, tmp_path: Path) -> None:
         assert not any("error" in row for row in rows_of(tmp_path, what))
 
 
+def test_memory_with_a_window(forked: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As much is remembered, by the plan; a token costs what the window leaves."""
+    rows = []
+    for window in ([], ["--window", "32"]):
+        words = ["--what", "memory", "--processes", "1", "--seq-len", "128", "--steps", "1", *window]
+        usp([*TINY, *words, "--setting", "remat=attention", "--out", str(tmp_path)])
+        (row,) = json.loads((tmp_path / "memory.json").read_text())["runs"][-1]["rows"]
+        rows.append(row)
+    free, bound = rows
+    assert ("window" in free, bound["window"], bound["kernel"]) == (False, 32, "tiled")
+    assert [bound[name] for name in ("foretold", "foretold_host")] == [
+        free["foretold"],
+        free["foretold_host"],
+    ]
+    spent = [row["tflops_gpu"] / row["tokens_per_s_gpu"] * 1e12 for row in rows]
+    keys = 32 * (1 - 32 / 256)
+    assert spent[0] - spent[1] == pytest.approx(12 * 2 * 4 * 16 * (64 - keys))
+    assert "window" in capsys.readouterr().out
+    usp(["bench", "--plot", str(tmp_path / "memory.json"), "--what", "memory", "--out", str(tmp_path)])
+    assert capsys.readouterr().out.count("remat=attention ") == 2  # neither takes the other's place
+
+
 def test_scan_and_loop_have_the_windows(windowed_dir: Path, tmp_path: Path) -> None:
     place, cfg = Place(0, 1, 1, torch.device("cpu"), tmp_path), shape(str(windowed_dir), 3)
     job = Job(
@@ -170,6 +192,11 @@ def test_parts_of_the_scaling(forked: None, tmp_path: Path, capsys: pytest.Captu
         ["ulysses 2", "ulysses 2, 2 head chunks", "ulysses 1 x ring 2", "odysseus 2"],
     ]
     assert not any("error" in row for run in runs for row in run["rows"])
+    words = ["--what", "scaling", "--layers", "1", "--seq-len", "32", "128", "--part", "4"]
+    usp([*TINY, *words, "--out", str(tmp_path / "whole")])
+    (row,) = json.loads((tmp_path / "whole" / "scaling.json").read_text())["runs"][0]["rows"]
+    assert (row["label"], row["layers"], row["seq_len"], row["world"]) == ("ulysses 1, 2 layers", 2, 32, 1)
+    assert (row["moments"], row.get("error")) == ("host", None)
     assert "UPipe            1048576 tokens on 8 H100: 473 tokens/s and 411" in capsys.readouterr().out
 
 

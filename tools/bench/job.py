@@ -71,7 +71,8 @@ class Setting:
 class Job:
     """`contender` measures `what` at these lengths, with each of `settings` (ours) or `variants` (peers').
 
-    `logs`: folder for what a launch says that ends early; `host_memory`: bytes for one process.
+    `window`: of every layer, in place of the model's own; `logs`: folder for what a launch says that ends
+    early; `host_memory`: bytes for one process.
     """
 
     what: str
@@ -81,6 +82,7 @@ class Job:
     seq_lens: tuple[int, ...]
     processes: int
     device: str  # cuda or cpu
+    window: int | None = None
     kernel: str = "auto"
     steps: int = 5
     limit: float = 900.0
@@ -105,7 +107,8 @@ class Job:
     def facts(self) -> Row:
         """What every row of this job says about itself."""
         names = ("what", "contender", "model", "layers", "device")
-        return {**{name: getattr(self, name) for name in names}, "world": self.processes}
+        found = {**{name: getattr(self, name) for name in names}, "world": self.processes}
+        return found if self.window is None else {**found, "window": self.window}
 
     def expected(self) -> list[Row]:
         """A row for each that should come, as far as it is known before."""

@@ -17,8 +17,8 @@ from usp.tools.bench.job import PLAN, Job, Setting
 from usp.tools.bench.launch import under_torchrun
 from usp.tools.bench.memory import ladder
 from usp.tools.bench.peers import PEERS, wanted
-from usp.tools.bench.scaling import COUNTS, PART_LIMIT, Part, parts
-from usp.tools.bench.shape import shape
+from usp.tools.bench.scaling import COUNTS, PART_LIMIT, Part, parts, whole_part
+from usp.tools.bench.shape import shape, whole
 from usp.tools.config_bench import Bench, mode
 from usp.tools.plan import parse_memory
 from usp.tools.setup import check_axes
@@ -101,7 +101,7 @@ def model_name(cfg: Bench, where: Resources) -> str:
 
 
 def model_of(cfg: Bench, where: Resources) -> LlamaConfig:
-    return shape(model_name(cfg, where), cfg.layers)
+    return shape(model_name(cfg, where), cfg.layers, cfg.window)
 
 
 def check_setting(setting: Setting, model: LlamaConfig, processes: int) -> None:
@@ -120,7 +120,8 @@ def jobs(cfg: Bench, where: Resources) -> list[Job]:
     model, what = model_of(cfg, where), mode(cfg)
     seq_lens = lengths(cfg, where.device)
     common: dict[str, Any] = {
-        "what": what, "model": model_name(cfg, where), "layers": model.num_layers, "device": where.device,
+        "what": what, "model": model_name(cfg, where), "layers": model.num_layers, "window": cfg.window,
+        "device": where.device,
         "kernel": cfg.kernel, "steps": cfg.steps, "limit": limit(cfg), "batch_sizes": cfg.batch_size,
         "trace": None if cfg.trace is None else str(cfg.trace.absolute()),
         "host_memory": parse_memory("host-memory", cfg.host_memory) if cfg.host_memory else None,
@@ -128,9 +129,7 @@ def jobs(cfg: Bench, where: Resources) -> list[Job]:
     }  # fmt: skip
     if what == "scaling":
         return [
-            Job(contender="usp", processes=p.processes, seq_lens=(p.seq_len,), settings=p.settings, **common)
-            for p in chosen(cfg, where)
-            if p.seconds <= limit(cfg)
+            Job(**common | p.asked(), contender="usp") for p in chosen(cfg, where) if p.seconds <= limit(cfg)
         ]
     common |= {"processes": where.processes, "seq_lens": seq_lens}
     settings = tuple(Setting.parse(text) for text in cfg.setting)
@@ -150,7 +149,11 @@ def all_parts(cfg: Bench, where: Resources) -> list[Part]:
     """Of the scaling runs, on as many GPUs as there are to use."""
     counts = [where.processes] if under_torchrun() else [n for n in COUNTS if n <= where.processes]
     model, both = model_of(cfg, where), lengths(cfg, where.device)
-    return parts(model, counts, both, cfg.steps, where.device)
+    every = whole(model_name(cfg, where))
+    found = parts(model, counts, both, cfg.steps, where.device)
+    if every.num_layers > model.num_layers:
+        found += [whole_part(every, n, both[0], where.device) for n in counts]
+    return found
 
 
 def chosen(cfg: Bench, where: Resources) -> list[Part]:

@@ -6,6 +6,7 @@ import os
 import shlex
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from itertools import product
 
 from usp.tools.bench import memory, report, scaling
 from usp.tools.bench.job import Job, Row
@@ -93,6 +94,7 @@ def not_run(cfg: Bench, where: Resources) -> list[Row]:
         if part.seconds > limit(cfg):
             reason = f"not run: about {part.seconds:.0f} s, more than --limit {limit(cfg):.0f}"
             more = {"contender": "usp", "world": part.processes, "seq_len": part.seq_len, "error": reason}
+            more["layers"] = part.layers
             rows += [{**facts, **more, "label": s.label, "variant": s.variant} for s in part.settings]
     return rows
 
@@ -169,8 +171,9 @@ def scaling_lines(
     found = list(scaling.lines(rows, per_gpu))
     host = next((run.machine.get("host_memory") for run in runs if run.machine), None)
     if gpu_memory and host:
-        model = shape(rows[0]["model"], rows[0]["layers"])
-        for n in sorted({row["world"] for row in rows}):
+        for layers, n in product(*(sorted({row[name] for row in rows}) for name in ("layers", "world"))):
+            model = shape(rows[0]["model"], layers)
             tokens, how = scaling.foretold_longest(model, n, gpu_memory, host)
-            found.append(f"  longest row on {n} GPUs, as the plan foretells: {tokens} tokens with {how}")
+            where = f"longest row of {layers} layers on {n} GPUs, as the plan foretells"
+            found.append(f"  {where}: {tokens} tokens with {how}")
     return found

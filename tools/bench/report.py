@@ -49,7 +49,7 @@ def load(path: Path) -> list[Run]:
 def joined(runs: Sequence[Run]) -> list[Row]:
     """Rows of all runs; of the same measurement the newest, unless only an older one came to an end."""
     found: dict[tuple[Any, ...], Row] = {}
-    names = ("what", "contender", "model", "layers", "device", "world", "label", "seq_len", "batch")
+    names = ("what", "contender", "model", "layers", "window", "device", "world", "label", "seq_len", "batch")
     for row in (row for run in runs for row in run.rows):
         key = (*(row.get(name) for name in names), row.get("kernel") if row["what"] == "kernel" else "")
         if key not in found or "error" not in row:

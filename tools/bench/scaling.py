@@ -1,12 +1,13 @@
 """Scaling over GPUs, in parts that end within a limit: every scheme, at so many tokens per GPU and in all.
 
-Each part is one launch. The longest rows are those of the plan (a step of them takes longer than a part).
+Each part is one launch. The last ones take all layers of the model through one step, of a row as long as a
+part has time for. The longest rows of all are the plan's: a step of them takes longer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from usp import models
 from usp.mesh import TABLES
@@ -21,6 +22,7 @@ PART_SECONDS, PART_LIMIT = 500.0, 580.0  # that a part is planned for, and that 
 START_SECONDS, EACH_SECONDS = 90.0, 15.0  # of a part, with what compiles, and of one setting
 BAR = 0.95  # weak scaling from 2 to 8 GPUs
 CHUNKS = 4
+WHOLE = "all layers"
 
 
 class Published(NamedTuple):
@@ -44,9 +46,15 @@ class Part(NamedTuple):
     """One launch: settings at one length on so many processes; `seconds`: about what it takes."""
 
     processes: int
+    layers: int
     seq_len: int
     settings: tuple[Setting, ...]
     seconds: float
+
+    def asked(self) -> dict[str, Any]:
+        """What a `Job` has of it."""
+        names = ("processes", "layers", "settings")
+        return {**{name: getattr(self, name) for name in names}, "seq_lens": (self.seq_len,)}
 
 
 def schemes(cfg: LlamaConfig, n: int, like: int) -> Iterator[Setting]:
@@ -72,14 +80,30 @@ def parts(
         for seq_len in dict.fromkeys((per_gpu * n, whole)):
             step = guess_seconds(cfg, seq_len, n, device)
             each = step * sum(repeats(step, steps)) + EACH_SECONDS
-            part = Part(n, seq_len, (), START_SECONDS)
+            part = Part(n, cfg.num_layers, seq_len, (), START_SECONDS)
             for setting in schemes(cfg, n, 2 if n > 2 and seq_len == per_gpu * n else 0):
                 if part.settings and part.seconds + each > PART_SECONDS:
                     found.append(part)
-                    part = Part(n, seq_len, (), START_SECONDS)
+                    part = Part(n, cfg.num_layers, seq_len, (), START_SECONDS)
                 part = part._replace(settings=(*part.settings, setting), seconds=part.seconds + each)
             found.append(part)
     return found
+
+
+def whole_part(cfg: LlamaConfig, n: int, per_gpu: int, device: str) -> Part:
+    """All layers of the model: a step of the longest row, from `per_gpu` tokens in all to twice as many on
+    each of several, that a part has time for. One process alone has the optimizer's moments on the host."""
+    seq_len, most = per_gpu, per_gpu * (2 * n if n > 1 else 1)
+
+    def seconds(seq_len: int) -> float:
+        step = guess_seconds(cfg, seq_len, n, device)
+        return START_SECONDS + EACH_SECONDS + step * sum(repeats(step, 1))
+
+    while 2 * seq_len <= most and seconds(2 * seq_len) <= PART_SECONDS:
+        seq_len *= 2
+    moments = "host" if n == 1 else "device"
+    one = Setting(label=f"ulysses {n}, {cfg.num_layers} layers", variant=WHOLE, remat=PLAN, moments=moments)
+    return Part(n, cfg.num_layers, seq_len, (one,), seconds(seq_len))
 
 
 def weak(rows: Sequence[Row], per_gpu: int) -> list[Row]:
@@ -131,8 +155,11 @@ def lines(rows: Sequence[Row], per_gpu: int) -> Iterator[str]:
             f"tokens per GPU; {verdict} the bar of {BAR}"
         )
     yield "  published, Llama-3-8B with 32 layers:"
+    whole = {(row["world"], row["seq_len"]): row for row in rows if row.get("variant") == WHOLE}
     for row in published():
+        own = whole.get((COUNTS[-1], row["seq_len"]), {}).get("tokens_per_s_gpu")
+        ours = "" if own is None else f"; ours {own:.0f}, {own / row['tokens_per_s']:.2f} times as many"
         yield (
             f"    {row['who']:<15} {row['seq_len']:>8} tokens on {row['machine']}: {row['tokens_per_s']:.0f} "
-            f"tokens/s and {row['tflops_gpu']:.0f} model TFLOP/s per GPU"
+            f"tokens/s and {row['tflops_gpu']:.0f} model TFLOP/s per GPU{ours}"
         )

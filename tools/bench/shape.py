@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from usp.models import LlamaConfig
 from usp.tools.bench.job import Row
 from usp.tools.flops import flops_per_token
@@ -14,11 +16,17 @@ TINY = LlamaConfig(
 )  # fmt: skip
 
 
-def shape(model: str, layers: int | None = None) -> LlamaConfig:
-    """The model by name or directory, with so many layers (default: its own, `MOST_LAYERS` at most), whose
-    windows follow one another as the model's own do."""
-    cfg = TINY if model == "tiny" else find_model(model)
-    return cfg.with_layers(layers or min(cfg.num_layers, MOST_LAYERS))
+def whole(model: str) -> LlamaConfig:
+    """The model by name or directory, with all of its layers."""
+    return TINY if model == "tiny" else find_model(model)
+
+
+def shape(model: str, layers: int | None = None, window: int | None = None) -> LlamaConfig:
+    """`whole` with so many layers (default: its own, `MOST_LAYERS` at most), whose windows follow one another
+    as the model's own do, or are all `window`."""
+    cfg = whole(model)
+    cfg = cfg.with_layers(layers or min(cfg.num_layers, MOST_LAYERS))
+    return cfg if window is None else replace(cfg, windows=(window,) * cfg.num_layers)
 
 
 def guess_seconds(cfg: LlamaConfig, seq_len: int, processes: int, device: str) -> float:

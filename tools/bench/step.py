@@ -40,7 +40,7 @@ OPTIONS = ("remat", "group", "offload", "mlp_tile", "head_chunks")
 
 def run(job: Job, place: Place) -> None:
     """A row for every setting and length; after one that does not fit, none longer with that setting."""
-    cfg = shape(job.model, job.layers)
+    cfg = shape(job.model, job.layers, job.window)
     model: Model | None = None
     for setting in job.settings:
         if model is None or (setting.table, setting.ring, setting.moments) != model.made_for:

@@ -80,7 +80,7 @@ COLUMNS: Mapping[str, tuple[Column, ...]] = MappingProxyType(
             Column("ours/it", number("ours_over", ".2f")), Column("how", how),
         ),
         "memory": (
-            Column("rung", word("label")), _LENGTH,
+            Column("rung", word("label")), _LENGTH, Column("window", word("window")),
             Column("peak above", above("peak", "base")),
             Column("foretold", above("foretold", "foretold_base")),
             Column("KiB/token", number("kib_per_local_token")),
