@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-LOOSE = 4  # times what is asked for that a buffer may hold
+
+@dataclass
+class _Track:
+    """Buffers in the order in which a lease asks for them, of which the first `used` are lent."""
+
+    buffers: list[Tensor] = field(default_factory=list)
+    used: int = 0
 
 
 class Arena:
     """Host memory for what a scan offloads: make one, pass it every step.
 
-    Buffers are page-locked where a GPU is there, grow with the first step and serve every later one of the
-    same shapes. For other shapes they serve where they are large enough, and are let go where that keeps the
-    whole from growing: it holds what its largest step needs, and little more. `nbytes` counts all buffers,
-    `free_bytes` those that are not lent. Each device has one stream for copies both ways, so a buffer is
-    never written before it was read. Used on a CPU, buffers are ordinary memory and copies happen at once.
+    Buffers are page-locked where a GPU is there, grow with the first step and serve every later one: what is
+    asked for in the same place of a step gets the same buffer, which is made anew only when it is too small.
+    So lengths that change need no more than the longest. `nbytes` counts all buffers, `free_bytes` those that
+    are not lent. Each device has one stream for copies both ways, so a buffer is never written before it was
+    read. Used on a CPU, buffers are ordinary memory and copies happen at once.
     """
 
     def __init__(self) -> None:
-        self._free: dict[int, list[Tensor]] = {}
+        self._tracks: list[_Track] = []  # of leases that have ended
         self._copies: dict[torch.device, Copies] = {}
-        self._most = 0  # that it has held at once
         self.nbytes = 0
         self.free_bytes = 0
 
@@ -37,56 +42,62 @@ class Arena:
             self._copies[device] = _StreamCopies(device) if device.type == "cuda" else _DirectCopies()
         return self._copies[device]
 
-    def take(self, nbytes: int, *, locked: bool) -> Tensor:
-        """A buffer of at least so many bytes, from those that are free or a new one."""
-        fitting = [size for size, free in self._free.items() if free and nbytes <= size <= LOOSE * nbytes]
-        if fitting:
-            buffer = self._free[min(fitting)].pop()
-            self.free_bytes -= buffer.nbytes
-            return buffer
-        self._make_room(nbytes)
+    def make(self, nbytes: int, *, locked: bool) -> Tensor:
         buffer = torch.empty(nbytes, dtype=torch.uint8)
         if locked and nbytes:
             _lock(buffer)
         self.nbytes += nbytes
-        self._most = max(self._most, self.nbytes)
         return buffer
-
-    def _make_room(self, nbytes: int) -> None:
-        """Let free buffers go, the smallest first, as long as so many more bytes make it larger than ever."""
-        if self.free_bytes and self.nbytes + nbytes > self._most:
-            for copies in self._copies.values():
-                copies.finish()  # a buffer that is free for the next copy may still be read by the last
-        for size in sorted(self._free):
-            while self._free[size] and self.nbytes + nbytes > self._most:
-                self._free[size].pop()
-                self.nbytes -= size
-                self.free_bytes -= size
 
     def keep(self, like: Tensor) -> Tensor:
         """Room for a tensor that is never given back."""
-        return _shaped(self.take(like.nbytes, locked=like.device.type == "cuda"), like)
+        return _shaped(self.make(like.nbytes, locked=like.device.type == "cuda"), like)
 
-    def give(self, buffers: list[Tensor]) -> None:
-        for buffer in buffers:
-            self._free.setdefault(buffer.nbytes, []).append(buffer)
-            self.free_bytes += buffer.nbytes
-        buffers.clear()
+    def take(self, track: _Track, nbytes: int, *, locked: bool) -> Tensor:
+        """The next buffer of a track, of at least so many bytes."""
+        if not track.buffers:
+            track.buffers = self._free_track(nbytes)
+        place = track.used
+        if place < len(track.buffers) and track.buffers[place].nbytes >= nbytes:
+            self.free_bytes -= track.buffers[place].nbytes
+        else:
+            if place < len(track.buffers):
+                self._let_go(track.buffers.pop(place))
+            track.buffers.insert(place, self.make(nbytes, locked=locked))
+        track.used += 1
+        return track.buffers[place]
+
+    def _let_go(self, buffer: Tensor) -> None:
+        for copies in self._copies.values():
+            copies.finish()  # the last copy may still read it
+        self.free_bytes -= buffer.nbytes
+        self.nbytes -= buffer.nbytes
+
+    def _free_track(self, nbytes: int) -> list[Tensor]:
+        """For a lease that asks for so many bytes first: of one that began alike, else larger, else any."""
+        sizes = [track.buffers[0].nbytes for track in self._tracks]
+        if not sizes:
+            return []
+        enough = [size for size in sizes if size >= nbytes]
+        return self._tracks.pop(sizes.index(min(enough) if enough else max(sizes))).buffers
+
+    def give(self, track: _Track) -> None:
+        """Back from a lease that has ended."""
+        if track.buffers:
+            self.free_bytes += sum(buffer.nbytes for buffer in track.buffers[: track.used])
+            self._tracks.append(_Track(track.buffers))
 
 
 class Lease:
     """Buffers of an arena that go back to it together: at `end`, or when the lease is forgotten."""
 
     def __init__(self, arena: Arena) -> None:
-        self._arena = arena
-        self._buffers: list[Tensor] = []
-        self.end: Any = weakref.finalize(self, arena.give, self._buffers)
+        self._arena, self._track = arena, _Track()
+        self.end: Any = weakref.finalize(self, arena.give, self._track)
 
     def take(self, like: Tensor) -> Tensor:
         """Room for a tensor, strides and all: copies are plain, and kernels find it as they left it."""
-        buffer = self._arena.take(like.nbytes, locked=like.device.type == "cuda")
-        self._buffers.append(buffer)
-        return _shaped(buffer, like)
+        return _shaped(self._arena.take(self._track, like.nbytes, locked=like.device.type == "cuda"), like)
 
 
 def wait_for(event: Any, device: torch.device) -> None:

@@ -43,8 +43,8 @@ def _views(joined: Tensor, heads: Heads) -> list[Tensor]:
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor | None:
     """The [T, sum of N * H] whose columns [T, N, H] these are, all of them and in order; None: of none."""
-    if torch.compiler.is_compiling():
-        return None
+    if torch.compiler.is_compiling() or levels() or any(type(t) is not Tensor for t in tensors):
+        return None  # memory of which nothing can be said
     first, width = tensors[0], sum(t.shape[1] * t.shape[2] for t in tensors)
     start, memory = first.storage_offset(), first.untyped_storage().data_ptr()
     for t in tensors:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from usp.columns import columns, like_columns
 
@@ -154,3 +155,25 @@ def test_second_derivatives_of_gradients_in_one_buffer() -> None:
         return sum(t.pow(3).sum() for t in Linear.apply(*columns(x, HEADS)))  # type: ignore[no-untyped-call, return-value]
 
     torch.testing.assert_close(second(doubled, joined()), second(lambda x: (2 * x).pow(3).sum(), joined()))
+
+
+def test_gradients_of_many_at_once() -> None:
+    """vmap over autograd's own gradient, whose tensors have no memory of their own."""
+    x = joined().requires_grad_()
+    y = columns(x, HEADS)[0].pow(2)
+    ups = torch.randn(3, *y.shape, dtype=y.dtype)
+    one_by_one = torch.stack([torch.autograd.grad(y, x, up, retain_graph=True)[0] for up in ups])
+    together = torch.func.vmap(lambda up: torch.autograd.grad(y, x, up, retain_graph=True)[0])(ups)
+    assert torch.equal(together, one_by_one)
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_traced(mode: Any) -> None:
+    def gradient(x: Tensor) -> Tensor:
+        return torch.autograd.grad(mixed(x), x)[0]
+
+    x = joined().requires_grad_()
+    program: Any = make_fx(gradient, tracing_mode=mode)(x)
+    y = (2 * joined()).requires_grad_()
+    # a program takes the derivative of a product apart in another way
+    torch.testing.assert_close(program(y), gradient(y), rtol=1e-14, atol=1e-15)

@@ -66,9 +66,9 @@ class HostArena(Arena):
         super().__init__()
         self.live = live
 
-    def take(self, nbytes: int, *, locked: bool) -> Tensor:
+    def make(self, nbytes: int, *, locked: bool) -> Tensor:
         self.live.ignoring = True
-        buffer = super().take(nbytes, locked=locked)
+        buffer = super().make(nbytes, locked=locked)
         self.live.ignoring = False
         return buffer
 
