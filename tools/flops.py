@@ -11,9 +11,12 @@ from usp.models import LlamaConfig
 from usp.models.attended import mean_keys
 
 PEAKS: Mapping[str, float] = MappingProxyType(
-    {"GB200": 2.5e15, "B200": 2.25e15, "GH200": 9.89e14, "H200": 9.89e14, "H100": 9.89e14, "A100": 3.12e14}
-)
-"""Dense bfloat16 FLOP/s of the data sheets, by a part of the device's name (SXM)."""
+    {
+        "GB200": 2.5e15, "B200": 2.25e15, "GH200": 9.89e14, "H200": 9.89e14, "H200 NVL": 8.35e14,
+        "H100": 9.89e14, "H100 NVL": 8.35e14, "H100 PCIe": 7.56e14, "A100": 3.12e14,
+    }
+)  # fmt: skip
+"""Dense bfloat16 FLOP/s of the data sheets, by words of the device's name; without a form, that of SXM."""
 
 
 def weights(cfg: LlamaConfig) -> tuple[int, int]:
@@ -40,7 +43,9 @@ def device_name(device: torch.device) -> str:
 
 def peak_flops(device: str) -> float | None:
     """FLOP/s of the device of this name; None for one that `PEAKS` does not know, such as a CPU."""
-    return next((peak for part, peak in PEAKS.items() if part in device), None)
+    words = device.replace("-", " ").split()
+    known = [part for part in PEAKS if set(part.split()) <= set(words)]
+    return PEAKS[max(known, key=len)] if known and "MIG" not in words else None
 
 
 def utilization(cfg: LlamaConfig, seq_len: int, tokens: float, device: torch.device) -> dict[str, float]:

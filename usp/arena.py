@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
+import heapq
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-
-
-@dataclass
-class _Track:
-    """Buffers in the order in which a lease asks for them, of which the first `used` are lent."""
-
-    buffers: list[Tensor] = field(default_factory=list)
-    used: int = 0
 
 
 class Arena:
@@ -29,7 +22,8 @@ class Arena:
     """
 
     def __init__(self) -> None:
-        self._tracks: list[_Track] = []  # of leases that have ended
+        self._buffers: list[Tensor] = []
+        self._free: list[int] = []  # places in it, as a heap: the first that is free is lent first
         self._copies: dict[torch.device, Copies] = {}
         self.nbytes = 0
         self.free_bytes = 0
@@ -53,51 +47,51 @@ class Arena:
         """Room for a tensor that is never given back."""
         return _shaped(self.make(like.nbytes, locked=like.device.type == "cuda"), like)
 
-    def take(self, track: _Track, nbytes: int, *, locked: bool) -> Tensor:
-        """The next buffer of a track, of at least so many bytes."""
-        if not track.buffers:
-            track.buffers = self._free_track(nbytes)
-        place = track.used
-        if place < len(track.buffers) and track.buffers[place].nbytes >= nbytes:
-            self.free_bytes -= track.buffers[place].nbytes
-        else:
-            if place < len(track.buffers):
-                self._let_go(track.buffers.pop(place))
-            track.buffers.insert(place, self.make(nbytes, locked=locked))
-        track.used += 1
-        return track.buffers[place]
+    def take(self, nbytes: int, *, locked: bool) -> int:
+        """The place of a buffer of at least so many bytes, lent until it is given back."""
+        place = heapq.heappop(self._free) if self._free else len(self._buffers)
+        if place == len(self._buffers):
+            self._buffers.append(torch.empty(0, dtype=torch.uint8))
+        old = self._buffers[place].nbytes
+        self.free_bytes -= old
+        if old < nbytes:
+            try:
+                self._exchange(place, nbytes, locked=locked)
+            except BaseException:
+                heapq.heappush(self._free, place)
+                raise
+        return place
 
-    def _let_go(self, buffer: Tensor) -> None:
-        for copies in self._copies.values():
-            copies.finish()  # the last copy may still read it
-        self.free_bytes -= buffer.nbytes
-        self.nbytes -= buffer.nbytes
+    def _exchange(self, place: int, nbytes: int, *, locked: bool) -> None:
+        if self._buffers[place].nbytes:
+            for copies in self._copies.values():
+                copies.finish()  # the last copy may still read what is let go
+        self.nbytes -= self._buffers[place].nbytes
+        self._buffers[place] = torch.empty(0, dtype=torch.uint8)  # the old one goes before the new one comes
+        self._buffers[place] = self.make(nbytes, locked=locked)
 
-    def _free_track(self, nbytes: int) -> list[Tensor]:
-        """For a lease that asks for so many bytes first: of one that began alike, else larger, else any."""
-        sizes = [track.buffers[0].nbytes for track in self._tracks]
-        if not sizes:
-            return []
-        enough = [size for size in sizes if size >= nbytes]
-        return self._tracks.pop(sizes.index(min(enough) if enough else max(sizes))).buffers
+    def at(self, place: int) -> Tensor:
+        return self._buffers[place]
 
-    def give(self, track: _Track) -> None:
-        """Back from a lease that has ended."""
-        if track.buffers:
-            self.free_bytes += sum(buffer.nbytes for buffer in track.buffers[: track.used])
-            self._tracks.append(_Track(track.buffers))
+    def give(self, places: list[int]) -> None:
+        for place in places:
+            heapq.heappush(self._free, place)
+            self.free_bytes += self._buffers[place].nbytes
+        places.clear()
 
 
 class Lease:
     """Buffers of an arena that go back to it together: at `end`, or when the lease is forgotten."""
 
     def __init__(self, arena: Arena) -> None:
-        self._arena, self._track = arena, _Track()
-        self.end: Any = weakref.finalize(self, arena.give, self._track)
+        self._arena = arena
+        self._places: list[int] = []
+        self.end: Any = weakref.finalize(self, arena.give, self._places)
 
     def take(self, like: Tensor) -> Tensor:
         """Room for a tensor, strides and all: copies are plain, and kernels find it as they left it."""
-        return _shaped(self._arena.take(self._track, like.nbytes, locked=like.device.type == "cuda"), like)
+        self._places.append(self._arena.take(like.nbytes, locked=like.device.type == "cuda"))
+        return _shaped(self._arena.at(self._places[-1]), like)
 
 
 def wait_for(event: Any, device: torch.device) -> None:

@@ -65,6 +65,8 @@ def adamw_update(
     whole sums (`reduce_grads`).
     """
     options: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "grad_scale": grad_scale}
+    if grad_scale is not None:
+        grads = _each_its_own(grads)
     for decay, chosen in ((weight_decay, _matrices), (0.0, _vectors)):
         trees = (params, grads, state.exp_avg, state.exp_avg_sq, state.steps)
         leaves = [Leaf(*leaf) for leaf in zip(*(chosen(params, tree) for tree in trees), strict=True)]
@@ -75,6 +77,25 @@ def adamw_update(
         if away:
             _update_visiting(away, weight_decay=decay, compiled=compiled, **options)
     return params, state
+
+
+def _each_its_own(grads: Any) -> Any:
+    """Gradients of which no two share memory, as those of parameters that are added do: torch's kernel writes
+    what it has scaled back, and would scale it twice."""
+    seen: dict[int, list[tuple[int, int]]] = {}  # what is taken of each storage
+
+    def own(grad: Tensor) -> Tensor:
+        if not grad.is_contiguous():
+            return grad  # copied before it is scaled
+        taken = seen.setdefault(grad.untyped_storage()._cdata, [])
+        start = int(grad.storage_offset())
+        stop = start + grad.numel()
+        if any(start < b and a < stop for a, b in taken):
+            return grad.clone()
+        taken.append((start, stop))
+        return grad
+
+    return pytree.tree_map_only(Tensor, own, grads)
 
 
 def _away(leaf: Leaf) -> bool:

@@ -20,7 +20,7 @@ from usp.tools.bench.place import Place
 from usp.tools.bench.shape import TINY, shape
 from usp.tools.bench.step import Model
 from usp.tools.config import Train
-from usp.tools.flops import flops_per_token, weights
+from usp.tools.flops import flops_per_token, peak_flops, weights
 from usp.tools.metrics import Metrics, read_rows
 from usp.tools.ranks import Ranks
 from usp.tools.rates import Rates, step_time
@@ -124,3 +124,21 @@ def test_training_says_its_speed(
     assert {name: curves[name] for name in used} == pytest.approx(want, rel=1e-5)
     work = "" if share is None else f", 207.3 TFLOP/s{share}"
     assert said[0].startswith(f"loss 2.0000, 30000 tok/s{work}, ")
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 9.89e14),
+        ("NVIDIA H100 PCIe", 7.56e14),
+        ("NVIDIA H200 NVL", 8.35e14),
+        ("NVIDIA GH200 480GB", 9.89e14),
+        ("NVIDIA A100-SXM4-80GB", 3.12e14),
+        ("NVIDIA GB200", 2.5e15),
+        ("NVIDIA RTX A1000 Laptop GPU", None),
+        ("NVIDIA H200 MIG 1g.18gb", None),
+        ("CPU", None),
+    ],
+)
+def test_the_peak_is_that_of_the_card(name: str, peak: float | None) -> None:
+    assert peak_flops(name) == peak

@@ -261,3 +261,19 @@ def test_a_scale_on_the_way_in_is_a_scaled_gradient() -> None:
     for name in params:
         assert torch.equal(results[0][name], results[1][name])
         assert not torch.equal(results[0][name], params[name])
+
+
+@pytest.mark.parametrize("moments", ["device", "host"])
+def test_a_gradient_that_two_parameters_share_is_scaled_once(moments: str) -> None:
+    """Parameters that are added get the same gradient, in one memory, of which one may see other sizes."""
+    grads = [normal(3, 4, seed=1)]
+    grads += [grads[0], grads[0].view(12), grads[0].view(2, 6), grads[0][1:]]
+    params = [normal(*g.shape, seed=i) for i, g in enumerate(grads)]
+    found = []
+    for given in ([g.clone() for g in grads], grads):
+        own = [p.clone() for p in params]
+        state = adamw_init(own, arena=Arena() if moments == "host" else None)
+        adamw_update(own, given, state, grad_scale=torch.tensor(0.1, dtype=grads[0].dtype), **OPTIONS)
+        found.append(tensors([own, state.exp_avg]))
+    for alone, together in zip(*found, strict=True):
+        assert torch.equal(alone, together)

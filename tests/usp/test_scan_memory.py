@@ -1,5 +1,6 @@
 """What the scan keeps, where, and what it runs again: counted, with results to the last bit."""
 
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,23 @@ def test_the_host_holds_the_longest_length_alone() -> None:
         needed = 3 * (DEPTH - 1) * longest * DIM * x.itemsize
         assert arena.nbytes == arena.free_bytes
         assert arena.nbytes == needed if rows == longest else arena.nbytes <= needed
+
+
+def test_a_loss_that_is_kept_does_not_hold_the_hosts_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena, losses, made = Arena(), [], weakref.WeakSet[torch.UntypedStorage]()
+    make = arena.make
+
+    def noted(nbytes: int, *, locked: bool) -> Tensor:
+        buffer = make(nbytes, locked=locked)
+        made.add(buffer.untyped_storage())
+        return buffer
+
+    monkeypatch.setattr(arena, "make", noted)
+    for rows in (10, 40, 90):
+        x = normal(rows, DIM, seed=rows).requires_grad_()
+        losses.append(loss(x, layers_of(), remat="attention", offload="host", arena=arena))
+        losses[-1].backward()
+        assert sum(storage.nbytes() for storage in made) == arena.nbytes
 
 
 def test_memory_does_not_grow_with_the_layers_when_offloaded() -> None:

@@ -187,6 +187,10 @@ class HostMemory:
         assert self._copies is not None
         return [self._copies.back(c.tensor, c.device) for c in (*wanted, *self._kept[visit.layer])]
 
+    def forget(self) -> None:
+        """What lies in the buffers, which go back to the arena: a graph that is kept does not hold them."""
+        self._inputs, self._kept = {}, {}
+
     def stays(self, visit: Visit) -> bool:
         return visit.layer == self._num_layers - 1
 
@@ -237,6 +241,7 @@ class _FromHost:
     def stop(self) -> None:
         for wait in (*self._handed, *(copied.wait for copied in self._coming or ())):
             wait()
+        self._memory.forget()
 
 
 def _itself(t: Tensor) -> Tensor:
