@@ -36,8 +36,8 @@ def checked(batch: Batch) -> tuple[Tensor, Tensor, list[list[int]]]:
             f"tokens={_kind(given)} must be whole numbers [B, S] with B and S at least 1. Stack the rows, "
             f"and leave out empty ones."
         )
-    tokens = _ids("tokens", batch.tokens, batch.tokens.shape)
-    labels = tokens if batch.labels is None else _ids("labels", batch.labels, tokens.shape)
+    tokens = checked_ids("tokens", batch.tokens, batch.tokens.shape)
+    labels = tokens if batch.labels is None else checked_ids("labels", batch.labels, tokens.shape)
     num_rows, seq_len = tokens.shape
     bounds = [[0, seq_len] for _ in range(num_rows)]
     if batch.cu_seqlens is not None:
@@ -71,11 +71,14 @@ def _kind(value: Any) -> str:
     return type(value).__name__
 
 
-def _ids(name: str, value: Any, shape: torch.Size) -> Tensor:
+def checked_ids(name: str, value: Any, shape: torch.Size) -> Tensor:
+    """`value` as int64 on the CPU. ValueError unless it has one whole number for each token, 0 or more, or,
+    but for tokens, -100."""
     if not isinstance(value, Tensor) or value.shape != shape or value.dtype not in _WHOLE:
+        shifted = " (labels not shifted)" if name == "labels" else ""
         raise ValueError(
             f"{name}={_kind(value)} must be whole numbers in the shape of tokens, got tokens={tuple(shape)}. "
-            f"Pass one entry per token (labels not shifted)."
+            f"Pass one entry per token{shifted}."
         )
     ids = value.cpu().long()
     smallest = int((ids if name == "tokens" else ids.where(ids != IGNORE, 0)).min())

@@ -30,7 +30,6 @@ _PASSED = (
     "use_cache",
     "output_attentions",
     "output_hidden_states",
-    "output_router_logits",
     "return_dict",
     "num_items_in_batch",
     "input_ids",

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from usp import Batch, Shard, shard_batch
-from usp.batch import checked, fill_rows
+from usp.batch import checked, checked_ids, fill_rows
 from usp.data import place_tokens, shifted
 from usp.host import sent
 from usp.loss import IGNORE
 from usp.mesh import MeshLike, Table, axis_sizes
 from usp.models.hf.weights import WEIGHTS, checked_weights, target_weights
 
+_WHOLE = (torch.int64, torch.int32)
 CU_SEQLENS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
 # What collators add beside boundaries for one kernel's sake: it says nothing that the boundaries do not.
 _DERIVED = ("max_length_q", "max_length_k", "seq_idx")
@@ -44,11 +45,21 @@ def to_batch(inputs: Mapping[str, Any]) -> Batch:
         )
     tokens = given["input_ids"].cpu()
     edges = _edges(given, tokens.shape)
+    if edges is None and (derived := sorted(given.keys() & set(_DERIVED))):
+        raise ValueError(
+            f"{derived[0]} must come with boundaries, got inputs={sorted(given)}. Pass cu_seqlens "
+            f"(collators: return_flash_attn_kwargs=True)."
+        )
     valid = given.get("attention_mask")
     if valid is not None and valid.shape != tokens.shape:
         raise ValueError(
             f"attention_mask={tuple(valid.shape)} must mark padding, [B, S], got input_ids="
             f"{tuple(tokens.shape)}. Leave it out and pass cu_seqlens for documents."
+        )
+    if valid is not None and bool(((valid != 0) & (valid != 1)).any()):
+        raise ValueError(
+            f"attention_mask={valid.max().item()} must be 0 or 1, got another number. Documents that it "
+            f"counts are not seen: pass them as cu_seqlens."
         )
     labels = given.get("labels")
     if labels is None:
@@ -102,14 +113,15 @@ def weighted_inputs(
     batch = fill_rows(batch, math.prod(axis_sizes(mesh)[a] for a in table.tokens[0]))
     added = len(batch.tokens) - num_rows
     shard = shard_batch(batch, table=table, mesh=mesh, device=device)
-    targets, positions, count = inputs.get("shift_labels"), inputs.get("position_ids"), num_valid
+    shape = torch.Size((num_rows, batch.tokens.shape[1]))
+    targets, positions, count = _given_targets(inputs, shape), given_positions(inputs, shape), num_valid
     if targets is not None:
-        targets = _add_rows(targets.cpu(), added, IGNORE)
+        targets = _add_rows(targets, added, IGNORE)
         count = int((targets != IGNORE).sum()) if count is None else count
         ids = 1 + max(int(batch.tokens.max()), int(targets.max()))
         shard = shard._replace(labels=_place(targets, IGNORE, shard, table, mesh), num_ids=ids)
     if positions is not None:
-        rows = _add_rows(positions.cpu().expand(batch.tokens.shape[0] - added, -1), added, 0)
+        rows = _add_rows(positions, added, 0)
         check_positions(rows, batch)
         shard = shard._replace(positions=_place(rows, 0, shard, table, mesh))
     if weights is not None:
@@ -141,8 +153,28 @@ def total_weight(inputs: Mapping[str, Any]) -> float:
 
 def _targets(inputs: Mapping[str, Any]) -> Tensor:
     """[B, S], shifted."""
-    given: Tensor | None = inputs.get("shift_labels")
-    return _shifted(to_batch({**inputs, WEIGHTS: None})) if given is None else given.cpu()
+    given = _given_targets(inputs, inputs["input_ids"].shape)
+    return _shifted(to_batch({**inputs, WEIGHTS: None})) if given is None else given
+
+
+def _given_targets(inputs: Mapping[str, Any], shape: torch.Size) -> Tensor | None:
+    """shift_labels [B, S] on the CPU, where the caller has shifted."""
+    given = inputs.get("shift_labels")
+    return None if given is None else checked_ids("shift_labels", given, shape)
+
+
+def given_positions(inputs: Mapping[str, Any], shape: torch.Size) -> Tensor | None:
+    """position_ids [B, S] on the CPU; one row stands for all. ValueError for any other shape or type."""
+    given = inputs.get("position_ids")
+    if given is None:
+        return None
+    if given.shape not in (shape, (1, shape[1]), shape[1:]) or given.dtype not in _WHOLE:
+        raise ValueError(
+            f"position_ids={tuple(given.shape)} {given.dtype} must be whole numbers, one for each of "
+            f"input_ids={tuple(shape)}. Leave them out: positions are counted here."
+        )
+    rows: Tensor = given.cpu().long().expand(shape)
+    return rows
 
 
 def _shifted(batch: Batch) -> Tensor:

@@ -14,7 +14,7 @@ from usp.loss import IGNORE
 from usp.mesh import MeshLike
 from usp.mesh.agree import gather_objects
 from usp.models.files.safefile import bytes_of
-from usp.models.hf.inputs import check_positions, to_batch
+from usp.models.hf.inputs import check_positions, given_positions, to_batch
 from usp.models.hf.weights import WEIGHTS, WeightedCollator, checked_weights
 
 
@@ -49,9 +49,9 @@ def merge(parts: Sequence[Mapping[str, Any]], *, pad: int = 0) -> dict[str, Tens
             raise ValueError(
                 f"batches must hold labels, not shifted, got {sorted(part)}. Collate labels instead."
             )
-        if part.get("position_ids") is not None:
-            rows = part["position_ids"].cpu().expand(batch.tokens.shape[0], -1)
-            check_positions(rows, batch, step=1)
+        positions = given_positions(part, batch.tokens.shape)
+        if positions is not None:
+            check_positions(positions, batch, step=1)
     length = max(batch.tokens.shape[1] for batch in batches)
     edges, base = [0], 0
     for batch in batches:

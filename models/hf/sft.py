@@ -35,9 +35,3 @@ class SequenceParallelSFTTrainer(SequenceParallelMixin, SFTTrainer):
         return super()._prepare_dataset(
             dataset, processing_class, args, packing, formatting_func, dataset_name
         )
-
-    def _refuse(self) -> None:
-        super()._refuse()
-        kind: Any = getattr(self.args, "loss_type", "nll")
-        if kind != "nll":
-            raise ValueError(f"loss_type={kind!r} must be 'nll', the loss that is computed here. Change it.")

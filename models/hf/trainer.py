@@ -27,6 +27,13 @@ from usp.models.hf.weights import WEIGHTS
 
 __all__ = ["SequenceParallelConfig", "SequenceParallelMixin", "SequenceParallelTrainer"]
 
+# What the mixin does in its own way, or does not call: another class's would be left out without a word.
+_REPLACED = (
+    "compute_loss", "prediction_step", "evaluation_loop", "get_batch_samples", "_prepare_inputs",
+    "get_train_dataloader", "get_eval_dataloader", "get_test_dataloader",
+)  # fmt: skip
+_STOOD_FOR = ("transformers.trainer.Trainer", "trl.trainer.sft_trainer.SFTTrainer")
+
 
 class SequenceParallelMixin(CutParameters):
     """Put before a Trainer class: `class Mine(SequenceParallelMixin, SFTTrainer)`.
@@ -36,6 +43,8 @@ class SequenceParallelMixin(CutParameters):
 
     Examples, or what the collator makes of them, may hold `loss_weights`, one number at least 0 for each
     token: the loss is then the sum of weight * token loss over the sum of weights, in evaluation too.
+    Raises ValueError for a class whose own loss, evaluation or loaders would never be called, and for what
+    the loss does not honour.
     """
 
     def __init__(self, *args: Any, sequence_parallel: SequenceParallelConfig, **kwargs: Any) -> None:
@@ -70,11 +79,31 @@ class SequenceParallelMixin(CutParameters):
                 ("model_init, whose models come after the cut", self.model_init is not None),
                 ("neftune_noise_alpha, whose noise would be that of a part", bool(self._neftune())),
                 ("a model of another table", self._other_table(model)),
+                ("a parallelism_config that cuts what the mesh cuts", self._cut_twice()),
+                (f"loss_type={self._loss_type()!r}, as the loss here is 'nll'", self._loss_type() != "nll"),
             )
             if there
         ]
+        problems += [f"{name}, which would never be called" for name in self._replaced()]
         if problems:
             raise ValueError(f"this Trainer must run without {'; '.join(problems)}. Leave it out.")
+
+    def _replaced(self) -> list[str]:
+        mro = type(self).__mro__
+        beside = [
+            c
+            for c in mro[mro.index(SequenceParallelMixin) + 1 :]
+            if f"{c.__module__}.{c.__qualname__}" not in _STOOD_FOR
+        ]
+        return [f"{c.__name__}.{name}" for c in beside for name in _REPLACED if name in vars(c)]
+
+    def _cut_twice(self) -> bool:
+        """Accelerate's own cut of sequences or weights: of what is cut already, in a mean of fewer ranks."""
+        config: Any = self.accelerator.parallelism_config
+        return any(getattr(config, name, 1) > 1 for name in ("cp_size", "sp_size", "tp_size"))
+
+    def _loss_type(self) -> Any:
+        return getattr(self.args, "loss_type", "nll")
 
     def _neftune(self) -> Any:
         return getattr(self.args, "neftune_noise_alpha", None)

@@ -38,16 +38,24 @@ class Result(NamedTuple):
 
 
 def run(
-    params: Params, cfg: Any, mesh: Any, table: Any, case: str | int, remat: str, head_chunks: int = 1
+    params: Params,
+    cfg: Any,
+    mesh: Any,
+    table: Any,
+    case: str | int,
+    remat: str,
+    head_chunks: int = 1,
+    mlp_tile: int | None = None,
 ) -> Result:
     """Of rows given by a number, every token is its own target: a row of one token has no next one."""
+    options: dict[str, Any] = {"remat": remat, "head_chunks": head_chunks, "mlp_tile": mlp_tile}
     shard = shard_batch(two_rows(case), table=table, mesh=mesh)
     if isinstance(case, int):
         own = shard.tokens.where(shard.tokens > 0, IGNORE)
         shard = shard._replace(labels=own, num_valid=torch.tensor(2.0 * case))
 
     def objective(p: Params) -> Tensor:
-        return loss(p, shard, cfg, table=table, mesh=mesh, remat=remat, head_chunks=head_chunks)
+        return loss(p, shard, cfg, table=table, mesh=mesh, **options)
 
     value, grads = value_and_grad(objective)(params)
     value = value.detach().clone()

@@ -35,7 +35,7 @@ CONFIGS: dict[str, LlamaConfig] = {
 
 
 class Scheme(NamedTuple):
-    """Degrees, table, model, batch (a name or a number of tokens), remat, parts of heads."""
+    """Degrees, table, model, batch (a name or a number of tokens), remat, parts of heads, tile of the MLP."""
 
     sizes: Sizes
     table: str
@@ -43,6 +43,7 @@ class Scheme(NamedTuple):
     case: str | int
     remat: str = "none"
     head_chunks: int = 1
+    mlp_tile: int | None = None
 
 
 def on_ranks(schemes: list[Scheme]) -> list[Result | None]:
@@ -55,7 +56,7 @@ def _on_rank(one: Scheme) -> Result | None:
     if outside(mesh):
         return None
     params = init(cfg, seed=1, dtype=torch.float64, table=table, mesh=mesh)
-    result = run(params, cfg, mesh, table, one.case, one.remat, one.head_chunks)
+    result = run(params, cfg, mesh, table, one.case, one.remat, one.head_chunks, one.mlp_tile)
     first = not any(mesh.get_coordinate() or ())
     return result if first else Result(result.loss, {}, result.logits[:0])
 

@@ -44,6 +44,12 @@ CHUNKED = [
     Scheme((1, 1, 4), "ulysses", "30/10", "packed", "none", 4),
     Scheme((1, 4, 1), "ring", "windows", "packed", "none", 2),
 ]
+TILED = [  # of own tokens with whole weights, and of more tokens with a part of the features
+    Scheme((1, 2, 2), "usp", "3/1 tied", "packed", "attention", 1, 5),
+    Scheme((2, 1, 2), "odysseus", "9/3", "packed", "full", 1, 4),
+    Scheme((1, 1, 4), "mine", "3/1 tied", "whole rows", "full", 1, 7),
+    Scheme((2, 1, 2), "tp_sp", "3/1 tied", "packed", "none", 1, 1),
+]
 EIGHT = [
     Scheme((1, 1, 8), "ulysses", "30/10", "packed"),
     Scheme((1, 2, 4), "odysseus", "windows", "packed"),
@@ -101,6 +107,11 @@ def test_one_to_three_tokens(four: Pool) -> None:
 def test_heads_in_parts(four: Pool) -> None:
     # cases D24, P45
     check(four, CHUNKED)
+
+
+def test_tiles(four: Pool) -> None:
+    # cases D42, D44, D45: on ranks, weights at rest in parts
+    check(four, TILED)
 
 
 def test_five_to_eight_ranks(eight: Pool) -> None:

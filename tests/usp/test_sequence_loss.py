@@ -2,11 +2,13 @@
 
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.pool import Pool
 from usp import Batch, shard_batch, value_and_grad
@@ -87,6 +89,49 @@ def test_dpo(run: Any, ranks: Pool) -> None:
         assert (log_probs - policy).abs().max() <= TOLERANCE * policy.abs().max()
         for a, b in zip(got_grads, grads, strict=True):
             assert (a - b).abs().max() <= TOLERANCE * b.abs().max()
+
+
+class Sizes(TorchDispatchMode):
+    """Elements of all that is sent, and of the largest tensor of logits, [..., V]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: set[int] = set()
+        self.logits = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.namespace == "_c10d_functional":
+            self.sent.add(out.numel())
+        elif isinstance(out, Tensor) and out.shape[-1:] == (V,) and len(out) != D:  # not the head, turned
+            self.logits = max(self.logits, out.numel())
+        return out
+
+
+TILE = 2
+
+
+def sizes_on_rank() -> tuple[set[int], int]:
+    mesh, scheme = build_mesh(ring=2, ulysses=2), TABLES["usp"]
+    table, head, batch, reference = made()
+    shard = shard_batch(batch, table=scheme, mesh=mesh)
+    ids, num = document_ids(batch, shard, table=scheme, mesh=mesh)
+
+    def objective(leaves: tuple[Tensor, Tensor]) -> Tensor:
+        x = leaves[0].tanh()[shard.tokens]
+        policy = sequence_log_probs(x, leaves[1], shard, ids, num, table=scheme, mesh=mesh)
+        return share(dpo_loss(policy, reference, beta=0.3), mesh)
+
+    with patch("usp.sequence_loss.MAX_TILE_ELEMENTS", TILE * V), Sizes() as seen:
+        value_and_grad(objective)((table, head))
+    return seen.sent, seen.logits
+
+
+def test_only_sums_travel(ranks: Pool) -> None:
+    # cases H66, D53: one number for each of 8 documents is sent, forward and backward; logits of one tile
+    for sent, logits in ranks.run(sizes_on_rank):
+        assert sent == {8}
+        assert logits == TILE * V
 
 
 @pytest.mark.parametrize("tile", [1, 5, 1024])

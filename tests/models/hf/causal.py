@@ -34,6 +34,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 5,
     },
     "gemma3_text": {**_WINDOWS, "query_pre_attn_scalar": 5},
+    "gemma4_text": {  # each layer has heads and sizes of its own
+        **_WINDOWS,
+        "per_layer_config": {"1": {"head_dim": 12, "num_key_value_heads": 1}},
+        "vocab_size_per_layer_input": 101,
+        "hidden_size_per_layer_input": 4,
+    },
     "gpt_oss": {**_WINDOWS, "num_local_experts": 3, "num_experts_per_tok": 2, "num_key_value_heads": 3},
 }
 
@@ -66,10 +72,11 @@ def exact_norms(model: Any) -> Any:
         name = type(module).__name__
         if name.endswith("RMSNorm"):
             eps = getattr(module, "variance_epsilon", None) or module.eps
-            one = 1.0 if name.startswith("Gemma") else 0.0
+            one = 1.0 if name.startswith("Gemma") and not name.startswith("Gemma4") else 0.0
 
             def forward(x: Tensor, norm: Any = module, eps: float = eps, one: float = one) -> Tensor:
-                return F.rms_norm(x, (x.shape[-1],), norm.weight + one, eps)
+                weight = norm.weight + one if getattr(norm, "with_scale", True) else None
+                return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
             module.forward = forward
     return model

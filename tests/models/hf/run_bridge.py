@@ -10,6 +10,7 @@ from tests.models.batches import two_rows
 from usp import clip_by_global_norm
 from usp.mesh import TABLES, P, build_mesh
 from usp.models.hf import BridgedCausalLM
+from usp.models.hf.reduce import reduce_module_grads
 from usp.models.hf.shards import clip_grad_norm
 
 Grads = dict[str, torch.Tensor]
@@ -87,6 +88,15 @@ def refused_on_rank(folder: Path) -> list[str]:
         except ValueError as error:
             said.append(str(error))
     return said
+
+
+def summed_on_rank() -> None:
+    """Over two axes: in bfloat16 256 + 1 is 256, whichever rank has the 256."""
+    mesh = build_mesh(ring=2, ulysses=2)
+    p = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+    p.grad = torch.where(torch.arange(4) == torch.distributed.get_rank(), 256.0, 1.0).bfloat16()
+    reduce_module_grads([p], mesh)
+    assert torch.equal(p.grad, torch.full((4,), 259.0).bfloat16())
 
 
 def clipped_on_rank() -> None:

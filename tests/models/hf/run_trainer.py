@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils._pytree as pytree
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Dataset
 from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments
 
+import usp.loss
 from tests.models.hf.causal import causal_model
 from tests.models.hf.run_bridge import whole
 from usp.mesh import TABLES, build_mesh
@@ -184,6 +187,42 @@ def on_rank(out: Path, *run: Any, **more: Any) -> Any:
 def held_by(value: torch.Tensor) -> int:
     """Elements on this rank."""
     return (value.to_local() if isinstance(value, DTensor) else value).numel()
+
+
+class Seen(TorchDispatchMode):
+    """The most tokens of a hidden state, [b, s, D], and of logits, [..., V], that any operation made."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.sizes = config.hidden_size, config.vocab_size
+        self.hidden = self.logits = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        width, vocab = self.sizes
+        for t in pytree.tree_leaves(out):
+            if not isinstance(t, torch.Tensor) or t.shape == (width, vocab):  # the head, turned
+                continue
+            if t.dim() == 3 and t.shape[2] == width:
+                self.hidden = max(self.hidden, t.numel() // width)
+            if t.shape[-1:] == (vocab,):
+                self.logits = max(self.logits, t.numel() // vocab)
+        return out
+
+
+TILE = 6  # tokens; more than the five that a model is tried with
+
+
+def evaluated_on_rank(out: Path, kind: str) -> tuple[int, int]:
+    """Tokens of hidden states and of logits in an evaluation of 3 rows a batch, in tiles of a few logits."""
+    trainer = make(out, 1, 1, 2, "usp", "padded", kind)
+    usp.loss.MAX_TILE_ELEMENTS, before = TILE * 101, usp.loss.MAX_TILE_ELEMENTS
+    try:
+        with Seen(trainer.model.config) as seen:
+            trainer.evaluate()
+    finally:
+        usp.loss.MAX_TILE_ELEMENTS = before
+    return seen.hidden, seen.logits
 
 
 class StopAt6(TrainerCallback):

@@ -20,13 +20,14 @@ from tests.models.hf.run_bridge import (
     save_on_rank,
     shifted,
     step,
+    summed_on_rank,
     whole,
 )
 from tests.models.test_parallel import TOLERANCE, reference
 from tests.models.tiny import hf_model, load_hf, save_hf
 from tests.pool import Pool
 from usp.mesh import TABLES, P, build_mesh, placements_of, shard_map
-from usp.models.hf import BridgedCausalLM, sequence_parallel
+from usp.models.hf import BridgedCausalLM, sequence_parallel, shard_inputs
 from usp.models.hf.loader import check_same
 from usp.models.options import Options
 
@@ -113,6 +114,10 @@ def test_clipping_of_shards_in_bfloat16(two: Pool) -> None:
     two.run(clipped_on_rank)
 
 
+def test_sums_in_float32(four: Pool) -> None:
+    four.run(summed_on_rank)  # cases H9, P18
+
+
 def test_batches_of_any_type_are_compared() -> None:
     check_same({"loss_weights": torch.ones(2, 3, dtype=torch.bfloat16)}, ONE)
 
@@ -186,6 +191,22 @@ def test_positions_start_anywhere(folder: Path) -> None:
     # float32 tables of angles: 6e-8 of the largest angle, times what the layers make of it
     assert (plain - moved).abs().max() < 1e-5 * plain.abs().max()
     assert (plain - wide).abs().max() > 1e-2 * plain.abs().max()
+
+
+def test_boundaries_do_not_come_from_positions() -> None:
+    # case H32: whatever stands for the position of padding, documents are those that were named
+    inputs = inputs_of("packed")
+    mask = (torch.arange(23) < torch.tensor([[23], [19]])).long()
+    at = torch.arange(23).expand(2, 23)
+    placed: Any = {"mesh": ONE, "table": TABLES["usp"]}
+    want = shard_inputs({**inputs, "attention_mask": mask}, **placed)
+    assert want.cu_seqlens.tolist() == [0, 5, 6, 17, 23, 34, 42, 46]
+    for fill in (-1, 0, 1):
+        positions = at.where(mask.bool(), fill)
+        got = shard_inputs({**inputs, "attention_mask": mask, "position_ids": positions}, **placed)
+        assert torch.equal(got.positions, positions)
+        for field in ("tokens", "labels", "cu_seqlens", "num_valid"):
+            assert torch.equal(getattr(got, field), getattr(want, field)), (fill, field)
 
 
 def functional_on_rank() -> Any:

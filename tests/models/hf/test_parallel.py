@@ -38,6 +38,7 @@ RUNS = {
         ("gemma2", 1, 2, 1, "ring", "packed", False),
         ("gpt_oss", 1, 1, 2, "ulysses", "packed", False),
         ("mistral", 1, 2, 1, "ring", "whole rows", True),
+        ("gemma4_text", 1, 1, 2, "ulysses", "packed", True),
         ("llama, both ways", 1, 1, 2, "ulysses", "whole rows", True),
     ],
     4: [
@@ -46,6 +47,7 @@ RUNS = {
         ("mistral", 1, 2, 2, "usp", "packed", False),
         ("gemma2", 2, 1, 2, "ulysses", "whole rows", True),
         ("gemma3_text", 1, 2, 2, "usp", "packed", False),
+        ("gemma4_text", 1, 2, 2, "usp", "packed", False),
         ("gpt_oss", 1, 2, 2, "usp", "packed", True),
         ("gpt_oss", 2, 2, 1, "ring", "whole rows", False),
         ("qwen3", 1, 2, 2, "usp", "short", False),

@@ -95,6 +95,9 @@ def test_windows_that_only_a_mask_would_know() -> None:
     model.model.layers[0].self_attn.sliding_window = None
     with pytest.raises(ValueError, match=r"layers\.0\.self_attn.*window of sliding_attention"):
         enter(model)
+    model.config.layer_types = ["chunked_attention", "full_attention"]
+    with pytest.raises(ValueError, match="layer_types with chunked_attention"):
+        enter(model)
 
 
 def test_parameters_without_values() -> None:
@@ -109,17 +112,51 @@ def test_tables_that_move_weights() -> None:
         enter(causal_model("llama"), "odysseus")
 
 
+AT = torch.arange(23)
+LABELS = two_rows("packed").tokens
+# what would be cut, filled up or taken for something else without a word
+ODD: list[tuple[dict[str, torch.Tensor], str]] = [
+    # case P66: positions in three dimensions of an image's patches
+    (
+        {"position_ids": AT.expand(3, 2, 23)},
+        r"position_ids=\(3, 2, 23\).* one for each of input_ids=\(2, 23\)",
+    ),
+    ({"position_ids": AT[:-1].expand(2, -1)}, r"position_ids=\(2, 22\)"),
+    ({"position_ids": torch.arange(24).expand(2, -1)}, r"position_ids=\(2, 24\)"),
+    ({"position_ids": AT.float().expand(2, -1)}, "position_ids=.* torch.float32 must be whole numbers"),
+    # cases H6, D6: each target is counted, so there is one for each token
+    ({"shift_labels": LABELS[:, 1:]}, r"shift_labels=\(2, 22\)"),
+    ({"shift_labels": torch.cat([LABELS, LABELS[:, :1]], 1)}, r"shift_labels=\(2, 24\)"),
+    ({"shift_labels": LABELS[:1]}, r"shift_labels=\(1, 23\)"),
+    ({"shift_labels": LABELS.where(LABELS > 9, -1)}, "shift_labels=-1 must be 0 or more, or -100"),
+    # cases H29, H34, D30: documents that a mask counts, or that only one kernel's arguments know
+    ({"attention_mask": 1 + (AT > 9).long().expand(2, -1)}, "attention_mask=2 must be 0 or 1"),
+    ({"seq_idx": (AT > 9).int().expand(2, -1)}, "seq_idx must come with boundaries"),
+]
+
+
 def test_batches() -> None:
     model = causal_model("llama")
     tokens = two_rows("packed").tokens
     with sequence_parallel(model, mesh=ONE, table=TABLES["usp"]) as sp:
         with pytest.raises(ValueError, match="restart"):  # case H32
             sp.shard({"input_ids": tokens, "position_ids": torch.arange(23).expand(2, 23) % 7})
+        for given, match in ODD:
+            with pytest.raises(ValueError, match=match):
+                sp.shard({"input_ids": tokens, **given})
         with pytest.raises(ValueError, match="pixel_values"):
             sp.shard({"input_ids": tokens, "pixel_values": tokens})
         shard = sp.shard({"input_ids": tokens, "labels": tokens})
         with pytest.raises(ValueError, match="attention_mask"):
             sp(shard, attention_mask=torch.ones(2, 1, 23, 23))
+
+
+def test_statistics_of_a_shard() -> None:
+    # case H21: the router's loss of a call would be that of one shard
+    with sequence_parallel(causal_model("gpt_oss"), mesh=ONE, table=TABLES["usp"]) as sp:
+        shard = sp.shard(two_rows("packed"))
+        with pytest.raises(ValueError, match="output_router_logits is set"):
+            sp(shard, output_router_logits=True)
 
 
 def test_an_engine_around_another_model() -> None:

@@ -5,17 +5,20 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator, ParallelismConfig
 from torch.nn.functional import cross_entropy
 from transformers import DataCollatorWithFlattening
 
 from tests.models.hf.causal import causal_model
 from tests.models.hf.run_trainer import (
     STEPS,
+    TILE,
     Examples,
     WeightedLoss,
     alone_on_rank,
     arguments,
     different_on_rank,
+    evaluated_on_rank,
     on_rank,
     plain,
     resumed_on_rank,
@@ -24,7 +27,7 @@ from tests.models.hf.run_trainer import (
 )
 from tests.models.tiny import load_hf
 from tests.pool import Pool
-from usp.models.hf.trainer import SequenceParallelConfig, SequenceParallelTrainer
+from usp.models.hf.trainer import SequenceParallelConfig, SequenceParallelMixin, SequenceParallelTrainer
 
 # The plain Trainer computes token losses from float32 logits and norms in float32: 6e-8 each, over 20 steps
 # of AdamW, which divides by the root of small second moments.
@@ -102,6 +105,15 @@ def eval_loss(model: Any, weighted: bool = False) -> float:
     return total / count
 
 
+@pytest.mark.parametrize("kind", ["plain", "whole"])
+def test_evaluation_is_cut(kind: str, start: Path, two: Pool, tmp_path: Path) -> None:
+    # cases H25, D38: half of the tokens on each rank, and logits of a tile of them
+    lengths = [len(row["input_ids"]) for row in Examples(10, 2).rows]
+    batches = [lengths[i : i + 3] for i in range(0, 10, 3)]
+    most = max(len(batch) * -(-max(batch) // 2) for batch in batches)
+    assert two.run(evaluated_on_rank, beside(start, tmp_path), kind) == [(most, TILE)] * 2
+
+
 @pytest.mark.parametrize("kind", ["plain", "cut"])
 def test_resume_in_an_epoch(kind: str, want: Any, start: Path, two: Pool, four: Pool, tmp_path: Path) -> None:
     # cases D56, D57: on other ranks; 26 documents, 8 a step: step 5 is in the middle of the second epoch
@@ -163,6 +175,26 @@ def test_refusals(tmp_path: Path) -> None:
             model_init=lambda: causal_model("llama"),
             sequence_parallel=SequenceParallelConfig(),
         )
+
+
+def test_what_would_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # cases H44, H70: another objective, whose batches may look alike, must not become this one
+    class Mine(SequenceParallelMixin, WeightedLoss):
+        """A Trainer with a loss of its own."""
+
+    def make(kind: Any) -> None:
+        kind(causal_model("llama"), arguments(tmp_path, 2), sequence_parallel=SequenceParallelConfig())
+
+    with pytest.raises(ValueError, match=r"WeightedLoss\.compute_loss, .*WeightedLoss\.get_batch_samples"):
+        make(Mine)
+    # case H45: Accelerate would cut what is cut here
+    for name in ("_validate_accelerator", "get_device_mesh"):  # on one process they would want more
+        monkeypatch.setattr(ParallelismConfig, name, lambda *_: None)
+    for name in ("cp_size", "sp_size", "tp_size"):
+        config: Any = ParallelismConfig(**dict[str, Any]({name: 2}))
+        monkeypatch.setattr(Accelerator, "parallelism_config", property(lambda _, c=config: c))
+        with pytest.raises(ValueError, match="parallelism_config that cuts"):
+            make(SequenceParallelTrainer)
 
 
 def test_boundaries_are_not_guessed(tmp_path: Path) -> None:

@@ -151,6 +151,8 @@ def test_refusals(bridge: BridgedCausalLM) -> None:
     for other in ("shift_labels", "attention_mask"):  # case H70: no labels, no loss, and no word of it
         with pytest.raises(ValueError, match="must hold labels, not shifted"):
             merge([{"input_ids": batch["input_ids"], other: batch["labels"].clamp(min=0, max=1)}])
+    with pytest.raises(ValueError, match=r"position_ids=\(3, 2, 3\)"):  # case P66
+        merge([{**batch, "position_ids": torch.arange(3).expand(3, 2, 3)}])
     stretched = torch.tensor([[0, 2, 4], [0, 1, 1]])
     with pytest.raises(ValueError, match="rise by anything but 1"):
         merge([{**batch, "position_ids": stretched}])
