@@ -7,6 +7,8 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
+from usp.mesh.constants import constant
+
 
 class LinearOp(Protocol):
     """A linear map of one tensor, without the tensor."""
@@ -32,8 +34,23 @@ def apply_linear(x: Tensor, op: LinearOp) -> Tensor:
         return x
     if not torch.compiler.is_compiling():
         return cast(Tensor, _Linear.apply(x, op))  # type: ignore[no-untyped-call]
+    if others := _other_transforms():
+        raise NotImplementedError(
+            f"inside torch.compile a move must be under reverse mode alone, got {', '.join(others)}, of "
+            f"which torch makes wrong values without a word. Leave the transform uncompiled."
+        )
     # torch.compile over torch.func.grad loses the gradient of a Function's own input; a view between keeps it
     return cast(Tensor, _CompiledLinear.apply(x.view_as(x), op))  # type: ignore[no-untyped-call]
+
+
+@constant
+def _other_transforms() -> tuple[str, ...]:
+    """Transforms of torch.func under way, but for gradients; seen while torch.compile traces."""
+    functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    kinds = functorch.TransformType
+    names = {kinds.Vmap: "vmap", kinds.Jvp: "jvp"}
+    stack = functorch.get_interpreter_stack() or []
+    return tuple(names[level.key()] for level in stack if level.key() in names)
 
 
 class _CompiledLinear(torch.autograd.Function):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.func import grad, vjp
+from torch.func import grad, jvp, vjp, vmap
 
 from tests.mesh.cases import assert_stands_for, dense, mesh_of, shard
 from tests.mesh.test_dtensor import assert_is, wrap
@@ -105,6 +105,20 @@ def refusals() -> None:
         fn(torch.zeros(2, 5))
 
 
+def other_transforms() -> None:
+    """cases P20, P22: torch.compile around vmap or jvp of a move would be wrong in silence; it is refused."""
+    p = Problem("seq to heads on 4")
+    pair = torch.stack([p.x, p.v])
+    for fn, args in (
+        (vmap(p.move), (pair,)),
+        (vmap(grad(p.loss)), (pair,)),
+        (lambda x, v: jvp(p.move, (x,), (v,))[1], (p.x, p.v)),
+    ):
+        with pytest.raises(Exception, match="must be under reverse mode alone"):
+            compiled(fn)(*args)
+        assert torch.isfinite(fn(*args)).all()  # uncompiled they work
+
+
 def dtensor_arguments() -> None:
     """Around torch.func.grad of DTensors torch.compile raises or is right; inside shard_map it works."""
     mesh, shape = mesh_of((1, 2, 2)), (2, 7, 5)
@@ -128,7 +142,9 @@ def dtensor_arguments() -> None:
 
 
 @pytest.mark.parametrize(
-    "check", [dynamic_length, nothing_stale, refusals, dtensor_arguments], ids=lambda f: f.__name__
+    "check",
+    [dynamic_length, nothing_stale, refusals, other_transforms, dtensor_arguments],
+    ids=lambda f: f.__name__,
 )
 def test_recompilation(check: Callable[[], None], ranks: Pool) -> None:
     ranks.run(check)
