@@ -5,6 +5,7 @@ Dimension letters: B batch, S sequence, D model, N query heads, K kv heads, H he
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TypedDict
 
 import torch
@@ -202,7 +203,13 @@ def _mlp(x_BSD: Tensor, w: Block, parts: Parts, tile: int | None, kept: Kept | N
     needed = {"w_gate", "b_gate", "w_up", "b_up", "w_down"} | ({"norm_mlp", "b_down"} if local else set())
     weights = w._replace(**dict.fromkeys(set(Block._fields) - needed))
     if local:  # norm and sum in the tile too: nothing but x and the result is ever whole
-        return tiled(parts.add_mlp, x_BSD, weights, tile=tile, value=value, own_grad=own_grad)
+
+        def add(x_TD: Tensor, w: Block, value: bool = True) -> Tensor:
+            return add_linear(x_TD, parts.norm_act(x_TD, w.norm_mlp, w), w.w_down, w.b_down, value=value)
+
+        return tiled(
+            add, x_BSD, weights, tile=tile, value=value, own_grad=own_grad, again=partial(add, value=False)
+        )
     h_BSD = _moved(parts.norm(x_BSD, w.norm_mlp), "mlp_x", where)
     y_BSD = tiled(parts.mlp, h_BSD, weights, tile=tile, value=value)
     spec = linear_out(linear_out(table.mlp_x, table.use["w_gate"]), table.use["w_down"])

@@ -46,8 +46,6 @@ class Parts(NamedTuple):
     norm_act: Callable[[Tensor, Tensor, Block], Tensor]
     mlp: Callable[[Tensor, Block], Tensor]
     """[T, D] -> [T, D]: the MLP without its last bias."""
-    add_mlp: Callable[[Tensor, Block], Tensor]
-    """[T, D] -> [T, D]: x plus the MLP of its norm."""
 
 
 @lru_cache(maxsize=16)
@@ -93,10 +91,7 @@ def local_parts(cfg: LlamaConfig, compiled: bool) -> Parts:
     def mlp(x: Tensor, w: Block) -> Tensor:
         return F.linear(act(x, w), w.w_down)
 
-    def add_mlp(x: Tensor, w: Block) -> Tensor:
-        return add_linear(x, norm_act(x, w.norm_mlp, w), w.w_down, w.b_down)
-
-    parts = Parts(norm, qkv, norm_qkv, norm_qkv_wire, norm_project, act, norm_act, mlp, add_mlp)
+    parts = Parts(norm, qkv, norm_qkv, norm_qkv_wire, norm_project, act, norm_act, mlp)
     if not compiled:
         return parts
     logging.getLogger("usp").info("compiling the parts of a layer; the first step takes some seconds longer")

@@ -137,6 +137,7 @@ def run_steps(
                 waiting, began = [], time.perf_counter()
             if due or stopping:
                 ranks.checked(partial(save, saver, setup, state, mesh, ranks))
+                began = time.perf_counter()  # what a save takes is no step's
             bar.update()
         ranks.doing(f"saving step {state.step}")
         ranks.checked(saver.wait)

@@ -91,7 +91,8 @@ def how_long(
     rates = Rates.read(path)
     pieces = step_time(
         where, traffic, memory, rates, dtype=getattr(torch, cfg.dtype), compile=cfg.compile,
-        accumulate=cfg.accumulate, remat=options["remat"], group=options["group"],
+        accumulate=cfg.accumulate,
+        **{name: options[name] for name in ("remat", "group", "mlp_tile", "head_chunks")},
     )  # fmt: skip
     ranks, rows = cfg.dp * cfg.ring * cfg.ulysses, (cfg.batch_size or cfg.dp) * cfg.accumulate
     return time_text(pieces, rates, ranks, rows * where.seq_len)

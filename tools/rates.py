@@ -87,24 +87,30 @@ def step_time(
     accumulate: int,
     remat: str | Sequence[str],
     group: int,
+    mlp_tile: int | None = None,
+    head_chunks: int = 1,
 ) -> tuple[Piece, ...]:
     """What one rank's step takes, by kind. Waits, starts and gaps are not in it."""
     cfg, table, layers = where.cfg, where.table, where.cfg.num_layers
-    again, unread, attended = _again(remat, group, layers)
+    runs = _again(remat, group, layers)
     cut = math.prod(where.sizes[a] for a in table.use["w_gate"][0])
     features, mlp_tokens = cfg.intermediate_size / cut, where.tokens(table.mlp_x)
     down = cfg.hidden_size * features * mlp_tokens
-    projections = cfg.hidden_size * cfg.head_dim * 2 * (cfg.num_heads + cfg.num_kv_heads) / where.ways
+    head_width = cfg.hidden_size * cfg.head_dim * where.tokens(table.attn_x) / where.ways
+    qkv, out = head_width * (cfg.num_heads + 2 * cfg.num_kv_heads), head_width * cfg.num_heads
     head = cfg.vocab_size * where.tokens(table.tokens)
-    # a layer run again ends before its last product, whose value nothing reads
-    layer = 2 * (projections * where.tokens(table.attn_x) + 3 * down)
-    products = (3 * layers + again) * layer - 2 * unread * down + 6 * head * cfg.hidden_size
+    # a layer run again ends before its last product, whose value nothing reads; the backwards of tiles of the
+    # MLP and of chunks of heads make again what they do not keep, unless that was why the layer was run
+    products = (3 * layers + runs.again) * (qkv + out + 3 * down) - runs.unread * down - runs.searched * qkv
+    products += 0 if mlp_tile is None else (layers - runs.unread) * 2 * down
+    products += 0 if head_chunks == 1 else (layers - runs.kept) * qkv
+    products = 2 * products + 6 * head * cfg.hidden_size
     attend = 4 * where.rows * where.seq_len / where.degree * where.heads.q * cfg.head_dim  # for each key seen
-    forward, backward = _keys(where, [*range(layers), *attended]), 2.5 * _keys(where, range(layers))
+    forward, backward = _keys(where, [*range(layers), *runs.attended]), 2.5 * _keys(where, range(layers))
     # two norms, rotation, activation: what each reads and writes; the backward twice that
     width = 4 * cfg.hidden_size + 2 * (cfg.num_heads + 2 * cfg.num_kv_heads) * cfg.head_dim + 3 * features
     fused = 1 if compile else 3
-    passes = (3 * layers + again) * width * mlp_tokens * fused + 2 * head
+    passes = (3 * layers + runs.again) * width * mlp_tokens * fused + 2 * head
     sent, copies = (*traffic.forward, *traffic.backward), 1 / rates.to_host + 1 / rates.from_host
     exposed = [t for t in sent if not _travels_behind(t)]
     behind = [t for t in sent if _travels_behind(t)]
@@ -150,10 +156,20 @@ def _keys(where: Local, layers: Sequence[int]) -> float:
     return len(layers) * mean_keys(where.cfg, where.seq_len, layers)
 
 
-def _again(remat: str | Sequence[str], group: int, num_layers: int) -> tuple[int, int, list[int]]:
-    """How often layers are run again, how often the last value is not read then, and the layers whose
-    attention is run again, named once each time."""
-    again, unread = 0, 0
+class _Again(NamedTuple):
+    """How often layers are run again; how often the last value is not read then, once for each such layer;
+    layers run again with attention's result kept, and how often only to find the next input: without q, k, v;
+    and the layers whose attention is run again, named once each time."""
+
+    again: int
+    unread: int
+    kept: int
+    searched: int
+    attended: list[int]
+
+
+def _again(remat: str | Sequence[str], group: int, num_layers: int) -> _Again:
+    again, unread, kept, searched = 0, 0, 0, 0
     attended: list[int] = []
     for part in segments(remat, num_layers):
         if part.remat == "none":
@@ -162,8 +178,11 @@ def _again(remat: str | Sequence[str], group: int, num_layers: int) -> tuple[int
         # all of a group but its last layer are run once more
         twice = [i for i in own[:-1] if (i - part.start + 1) % group]
         again, unread = again + len(own) + len(twice), unread + len(own)
-        attended += [*own, *twice] if part.remat == "full" else []
-    return again, unread, attended
+        if part.remat == "attention":
+            kept, searched = kept + len(own), searched + len(twice)
+        else:
+            attended += [*own, *twice]
+    return _Again(again, unread, kept, searched, attended)
 
 
 def _travels_behind(t: Traffic) -> bool:

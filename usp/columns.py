@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from usp.levels import levels
+from usp.levels import is_batched, levels
 
 Heads = Sequence[tuple[int, int]]
 """(number, size) of each tensor's heads."""
@@ -43,7 +43,7 @@ def _views(joined: Tensor, heads: Heads) -> list[Tensor]:
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor | None:
     """The [T, sum of N * H] whose columns [T, N, H] these are, all of them and in order; None: of none."""
-    if torch.compiler.is_compiling() or levels() or any(type(t) is not Tensor for t in tensors):
+    if torch.compiler.is_compiling() or any(type(t) is not Tensor or is_batched(t) for t in tensors):
         return None  # memory of which nothing can be said
     first, width = tensors[0], sum(t.shape[1] * t.shape[2] for t in tensors)
     start, memory = first.storage_offset(), first.untyped_storage().data_ptr()
@@ -73,4 +73,6 @@ class _Columns(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
         # of a view of the buffer a second derivative would know the first tensor only
         whole = None if torch.is_grad_enabled() else _joined(grads)
-        return torch.cat([g.flatten(1) for g in grads], 1) if whole is None else whole, None
+        return torch.cat(
+            [g.reshape(g.shape[0], g.shape[1] * g.shape[2]) for g in grads], 1
+        ) if whole is None else whole, None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 def levels() -> list[Any]:
@@ -18,6 +19,12 @@ def one_gradient() -> bool:
     functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
     found = levels()
     return len(found) == 1 and bool(found[0].key() == functorch.TransformType.Grad)
+
+
+def is_batched(t: Tensor) -> bool:
+    """Whether t stands for many, under torch.func.vmap or for autograd's `is_grads_batched`."""
+    functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    return bool(functorch.is_batchedtensor(t) or functorch.is_legacy_batchedtensor(t))
 
 
 def saving_hooks() -> bool:

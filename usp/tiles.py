@@ -22,6 +22,7 @@ def tiled(
     tile: int,
     value: bool = True,
     own_grad: bool = False,
+    again: Callable[[Tensor, Any], Tensor] | None = None,
 ) -> Tensor:
     """fn(x, weights), where fn treats every token alike: x [..., D] -> [..., E].
 
@@ -30,22 +31,24 @@ def tiled(
     tensors in use, is kept: the backward runs fn again, tile by tile, and sums the gradients of weights in
     float32 or wider. value=False, for E = D, leaves the result zero: for a re-run of which only the gradient
     counts. own_grad=True: nobody else reads the result's gradient, and x's is written over it, tile by tile.
+    `again`: run by the backward in place of fn, with its gradients and any value.
     First derivatives in reverse mode only. Communicates what fn does, once more in the backward. The idea:
     ALST's tiled MLP (arXiv 2506.13996). Raises ValueError when fn holds a tensor that needs a gradient.
     """
     if tile < 1:
         raise ValueError(f"tile={tile} must be at least 1. Give the number of tokens per tile.")
     if not torch.compiler.is_compiling():
-        check_no_grad("fn", held(fn))
+        check_no_grad("fn", [*held(fn), *held(again or fn)])
     leaves, tree = pytree.tree_flatten(weights)
     flat = x.reshape(-1, x.shape[-1])
-    out: Any = _Tiled.apply(_Job(fn, tree, tile, value, own_grad), flat, *leaves)  # type: ignore[no-untyped-call]
+    out: Any = _Tiled.apply(_Job(fn, again or fn, tree, tile, value, own_grad), flat, *leaves)  # type: ignore[no-untyped-call]
     return cast(Tensor, out.view(*x.shape[:-1], out.shape[-1]))
 
 
 @dataclass
 class _Job:
     fn: Callable[[Tensor, Any], Tensor]
+    again: Callable[[Tensor, Any], Tensor]
     tree: pytree.TreeSpec
     tile: int
     value: bool
@@ -53,8 +56,8 @@ class _Job:
     autocast: Autocast = field(default_factory=Autocast)
     random: Random | None = None
 
-    def run(self, x_TD: Tensor, leaves: list[Any]) -> Tensor:
-        return self.fn(x_TD, pytree.tree_unflatten(leaves, self.tree))
+    def run(self, fn: Callable[[Tensor, Any], Tensor], x_TD: Tensor, leaves: list[Any]) -> Tensor:
+        return fn(x_TD, pytree.tree_unflatten(leaves, self.tree))
 
     def tiles(self, num_tokens: int) -> Iterator[slice]:
         """One at least, empty, where there is no token."""
@@ -74,7 +77,7 @@ class _Tiled(torch.autograd.Function):
             if not job.value:
                 return x_TD.new_zeros(()).expand(num_tokens, x_TD.shape[1])  # takes no memory
             for part in job.tiles(num_tokens):
-                y = job.run(x_TD[part], list(leaves))
+                y = job.run(job.fn, x_TD[part], list(leaves))
                 if out is None:
                     out = y.new_empty(num_tokens, *y.shape[1:])
                 out[part] = y
@@ -119,7 +122,7 @@ class _TiledBackward(torch.autograd.Function):
                 with torch.enable_grad(), job.autocast.entered():
                     x = x_TD[part].detach().requires_grad_(want_x)
                     own = [t.detach().requires_grad_() if w else t for t, w in zip(leaves, want, strict=True)]
-                    y = job.run(x, own)
+                    y = job.run(job.again, x, own)
                 wrt = [x] * want_x + [t for t, w in zip(own, want, strict=True) if w]
                 found = list(torch.autograd.grad(y, wrt, grad[part], materialize_grads=True))
                 del y

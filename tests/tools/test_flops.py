@@ -9,9 +9,11 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from usp import models, value_and_grad
+from usp.kernels import KERNELS
 from usp.mesh import TABLES
 from usp.models.plan.local import local
 from usp.tools import loop
@@ -27,6 +29,10 @@ from usp.tools.rates import Rates, step_time
 
 CFG = replace(TINY, num_layers=3, num_heads=6, num_kv_heads=2, hidden_size=40, head_dim=16)
 SEQ = 48
+ONE = Rates(
+    device="", processes=2, kernel="", matmul=1.0, attention_forward=1.0, attention_backward=1.0, memory=1.0,
+    to_host=1.0, from_host=1.0,
+)  # fmt: skip
 
 
 def attended(window: int) -> int:
@@ -78,11 +84,7 @@ def test_step_time_of_windows(ulysses: int, ring: int) -> None:
     held = models.training_memory(cfg, table, sizes, batch=1, seq_len=seq_len, **options)
     sent = models.model_traffic(cfg, table, sizes, batch=1, seq_len=seq_len, **options)
     where = local(cfg, table, sizes, batch=1, seq_len=seq_len)
-    rates = Rates(
-        device="", processes=2, kernel="", matmul=1.0, attention_forward=1.0, attention_backward=1.0,
-        memory=1.0, to_host=1.0, from_host=1.0,
-    )  # fmt: skip
-    pieces = step_time(where, sent, held, rates, **options, accumulate=2, compile=True)
+    pieces = step_time(where, sent, held, ONE, **options, accumulate=2, compile=True)
     seconds = {piece.name: piece.seconds for piece in pieces}
     pairs = []
     for window in (min(window or seq_len, seq_len) for window in windows):
@@ -93,6 +95,69 @@ def test_step_time_of_windows(ulysses: int, ring: int) -> None:
     # 2 products of 2 operations over 32 heads of 128, cut over 2 ranks; 5 products back; 2 parts of a step
     assert seconds["attention, forward"] == pytest.approx(2 * 4 * 32 * 128 * forward / 2)
     assert seconds["attention, backward"] == pytest.approx(2 * 10 * 32 * 128 * sum(pairs) / 2)
+
+
+class Products(TorchDispatchMode):
+    """Operations of matrix products as torch counts them, and those in place, which it leaves out. Those of
+    kernels that `outside` has taken hold of are not among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counter, self.more = FlopCounterMode(display=False), 0
+
+    def outside(self, run: Any) -> Any:
+        def counted(*args: Any) -> Any:
+            before = self.counter.get_total_flops()
+            found = run(*args)
+            self.more -= self.counter.get_total_flops() - before
+            return found
+
+        return counted
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.addmm_.default:
+            self.more += 2 * args[1].shape[0] * args[1].shape[1] * args[2].shape[1]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("remat", "group", "mlp_tile", "head_chunks"),
+    [
+        ("full", 1, None, 1),
+        ("attention", 1, 7, 1),
+        ("none", 1, 7, 2),
+        ("full", 2, 7, 2),
+        ("attention", 3, None, 2),
+        (["attention", "none", "full"], 2, 7, 2),
+    ],
+)
+def test_products_are_those_of_a_step(
+    remat: str | list[str],
+    group: int,
+    mlp_tile: int | None,
+    head_chunks: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Counted as they are made: what is run again, what is not, and what tiles and chunks make again."""
+    model = Model(CFG, Setting(label=""), Place(0, 1, 1, torch.device("cpu"), Path()))
+    shard, table, sizes = model.shard(SEQ), model.table, {"dp": 1, "ring": 1, "ulysses": 1}
+    options: dict[str, Any] = {
+        "remat": remat, "group": group, "mlp_tile": mlp_tile, "head_chunks": head_chunks,
+    }  # fmt: skip
+    products, tiled = Products(), KERNELS["tiled"]
+    own = tiled._replace(forward=products.outside(tiled.forward), backward=products.outside(tiled.backward))
+    monkeypatch.setitem(KERNELS, "tiled", own)
+    loss = value_and_grad(
+        lambda p: models.loss(p, shard, CFG, table=table, mesh=model.mesh, kernel="tiled", **options)
+    )
+    with products.counter, products:
+        loss(model.params)
+    held = models.training_memory(CFG, table, sizes, batch=1, seq_len=SEQ, **options)
+    sent = models.model_traffic(CFG, table, sizes, batch=1, seq_len=SEQ, **options)
+    where = local(CFG, table, sizes, batch=1, seq_len=SEQ)
+    pieces = step_time(where, sent, held, ONE, dtype=torch.float32, compile=False, accumulate=1, **options)
+    said = next(piece.seconds for piece in pieces if piece.name == "matrix products")
+    assert said == products.counter.get_total_flops() + products.more
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,7 @@ def test_gradients_of_many_at_once() -> None:
     one_by_one = torch.stack([torch.autograd.grad(y, x, up, retain_graph=True)[0] for up in ups])
     together = torch.func.vmap(lambda up: torch.autograd.grad(y, x, up, retain_graph=True)[0])(ups)
     assert torch.equal(together, one_by_one)
+    assert torch.equal(torch.autograd.grad(y, x, ups, is_grads_batched=True)[0], one_by_one)
 
 
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
