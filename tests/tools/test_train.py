@@ -1,6 +1,7 @@
 """Whole runs through torchrun: the same losses on one and two ranks, files written, an export that loads."""
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -10,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from usp.tools import loop
 from usp.tools.cli import main as usp
 
 Run = Callable[..., CompletedProcess[str]]
@@ -100,6 +102,23 @@ def test_second_epoch_goes_on(model_dir: Path, tmp_path: Path) -> None:  # case 
     rows = read_rows(tmp_path / "out")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert all(row["loss"] > 0 and row["grad_norm"] > 0 for row in rows)
+
+
+def test_a_save_is_no_steps_time(
+    model_dir: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step here takes far less than the 2 s that a save is made to take."""
+    save = loop.save
+
+    def slow(*args: Any) -> None:
+        time.sleep(2)
+        save(*args)
+
+    monkeypatch.setattr(loop, "save", slow)
+    usp(["train", *options(model_dir, corpus, tmp_path / "out"), "--save-every", "2"])
+    rows = read_rows(tmp_path / "out")
+    assert len(rows) == STEPS
+    assert max(row["seconds"] for row in rows) < 2
 
 
 def test_loss_that_is_not_finite_ends_all_ranks(
