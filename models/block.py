@@ -210,8 +210,13 @@ def _mlp(x_BSD: Tensor, w: Block, parts: Parts, tile: int | None, kept: Kept | N
         return tiled(
             add, x_BSD, weights, tile=tile, value=value, own_grad=own_grad, again=partial(add, value=False)
         )
+
+    def again(h_TD: Tensor, w: Block) -> Tensor:
+        nothing_TD = h_TD.new_zeros(()).expand(h_TD.shape)
+        return add_linear(nothing_TD, parts.act(h_TD, w), w.w_down, None, value=False)
+
     h_BSD = _moved(parts.norm(x_BSD, w.norm_mlp), "mlp_x", where)
-    y_BSD = tiled(parts.mlp, h_BSD, weights, tile=tile, value=value)
+    y_BSD = tiled(parts.mlp, h_BSD, weights, tile=tile, value=value, again=again)
     spec = linear_out(linear_out(table.mlp_x, table.use["w_gate"]), table.use["w_down"])
     y_BSD = redistribute(y_BSD, spec, table.residual, where["mesh"], shape=where["shape"])
     return x_BSD + (y_BSD if w.b_down is None else y_BSD + w.b_down)

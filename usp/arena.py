@@ -56,13 +56,13 @@ class Arena:
         self.free_bytes -= old
         if old < nbytes:
             try:
-                self._exchange(place, nbytes, locked=locked)
+                self._renew(place, nbytes, locked=locked)
             except BaseException:
                 heapq.heappush(self._free, place)
                 raise
         return place
 
-    def _exchange(self, place: int, nbytes: int, *, locked: bool) -> None:
+    def _renew(self, place: int, nbytes: int, *, locked: bool) -> None:
         if self._buffers[place].nbytes:
             for copies in self._copies.values():
                 copies.finish()  # the last copy may still read what is let go

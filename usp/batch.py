@@ -11,7 +11,7 @@ from torch import Tensor
 
 from usp.loss import IGNORE
 
-_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class Batch(NamedTuple):
@@ -31,7 +31,7 @@ class Batch(NamedTuple):
 def checked(batch: Batch) -> tuple[Tensor, Tensor, list[list[int]]]:
     """int64 tokens, labels and document boundaries on the CPU, padding made a document without targets."""
     given: Any = batch.tokens
-    if not isinstance(given, Tensor) or given.dim() != 2 or given.dtype not in _WHOLE or 0 in given.shape:
+    if not isinstance(given, Tensor) or given.dim() != 2 or given.dtype not in WHOLE or 0 in given.shape:
         raise ValueError(
             f"tokens={_kind(given)} must be whole numbers [B, S] with B and S at least 1. Stack the rows, "
             f"and leave out empty ones."
@@ -74,7 +74,7 @@ def _kind(value: Any) -> str:
 def checked_ids(name: str, value: Any, shape: torch.Size) -> Tensor:
     """`value` as int64 on the CPU. ValueError unless it has one whole number for each token, 0 or more, or,
     but for tokens, -100."""
-    if not isinstance(value, Tensor) or value.shape != shape or value.dtype not in _WHOLE:
+    if not isinstance(value, Tensor) or value.shape != shape or value.dtype not in WHOLE:
         shifted = " (labels not shifted)" if name == "labels" else ""
         raise ValueError(
             f"{name}={_kind(value)} must be whole numbers in the shape of tokens, got tokens={tuple(shape)}. "
@@ -116,7 +116,7 @@ def _row_bounds(row: int, given: Any, seq_len: int) -> list[int]:
 
 def _is_whole(value: Any) -> bool:
     """Of numpy's and torch's kinds too; not of floats, which would be cut."""
-    kind = value.dtype in _WHOLE if isinstance(value, Tensor) else hasattr(value, "__index__")
+    kind = value.dtype in WHOLE if isinstance(value, Tensor) else hasattr(value, "__index__")
     return bool(kind) and not isinstance(value, bool)
 
 
@@ -126,7 +126,7 @@ def _short(edges: list[Any]) -> str:
 
 def _mask(value: Any, shape: torch.Size) -> Tensor:
     """True on tokens, False on padding."""
-    kinds = (torch.bool, *_WHOLE)
+    kinds = (torch.bool, *WHOLE)
     if not isinstance(value, Tensor) or value.shape != shape or value.dtype not in kinds:
         raise ValueError(
             f"valid={_kind(value)} must be bool in the shape of tokens, got tokens={tuple(shape)}. Pass one "

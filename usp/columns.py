@@ -73,6 +73,6 @@ class _Columns(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
         # of a view of the buffer a second derivative would know the first tensor only
         whole = None if torch.is_grad_enabled() else _joined(grads)
-        return torch.cat(
-            [g.reshape(g.shape[0], g.shape[1] * g.shape[2]) for g in grads], 1
-        ) if whole is None else whole, None
+        if whole is None:
+            whole = torch.cat([g.reshape(g.shape[0], g.shape[1] * g.shape[2]) for g in grads], 1)
+        return whole, None

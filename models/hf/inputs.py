@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from usp import Batch, Shard, shard_batch
-from usp.batch import checked, checked_ids, fill_rows
+from usp.batch import WHOLE, checked, checked_ids, fill_rows
 from usp.data import place_tokens, shifted
 from usp.host import sent
 from usp.loss import IGNORE
 from usp.mesh import MeshLike, Table, axis_sizes
 from usp.models.hf.weights import WEIGHTS, checked_weights, target_weights
 
-_WHOLE = (torch.int64, torch.int32)
 CU_SEQLENS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
 # What collators add beside boundaries for one kernel's sake: it says nothing that the boundaries do not.
 _DERIVED = ("max_length_q", "max_length_k", "seq_idx")
@@ -168,7 +167,7 @@ def given_positions(inputs: Mapping[str, Any], shape: torch.Size) -> Tensor | No
     given = inputs.get("position_ids")
     if given is None:
         return None
-    if given.shape not in (shape, (1, shape[1]), shape[1:]) or given.dtype not in _WHOLE:
+    if given.shape not in (shape, (1, shape[1]), shape[1:]) or given.dtype not in WHOLE:
         raise ValueError(
             f"position_ids={tuple(given.shape)} {given.dtype} must be whole numbers, one for each of "
             f"input_ids={tuple(shape)}. Leave them out: positions are counted here."
