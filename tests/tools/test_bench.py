@@ -95,6 +95,21 @@ def test_slope_and_longest_row(windows: bool, windowed_dir: Path) -> None:
     assert found["longest"][8]["host_gib"] == pytest.approx(at_most.host / 2**30)
 
 
+def test_longest_row_where_ranks_have_fewer_heads_than_chunks() -> None:
+    """8 chunks were measured on 2 GPUs; a rank of 8 has 4 of the 32 heads."""
+    rows = []
+    for seq_len in (131072, 262144):
+        row: dict[str, Any] = {**Setting(label="8", head_chunks=8).__dict__, "compile": True}
+        row |= {"dtype": "bfloat16", "world": 2, "model": "llama-3-8b", "layers": 8, "seq_len": seq_len}
+        peak = memory.foretold(shape("llama-3-8b", 8), 2, seq_len // 2, ("usp", 1), memory.options(row)).peak
+        rows.append({**row, "peak": peak.nbytes, "foretold": peak.nbytes, "foretold_base": 0, "base": 0})
+    found = memory.slopes(rows, 141 * 10**9)
+    assert [one["head_chunks"] for one in found[0]["longest"].values()] == [8, 8, 4]
+    (line,) = memory.slope_lines(found)
+    assert line.count("head chunks") == 1
+    assert line.endswith("in 4 head chunks")
+
+
 def test_layers_keep_the_order_of_their_windows(windowed_dir: Path) -> None:
     model = str(windowed_dir)
     assert shape(model).windows == (100, None, 100, 100)

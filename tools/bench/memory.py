@@ -82,14 +82,20 @@ def foretold(
     """What the plan says of `local` tokens on each of `world` GPUs."""
     table, ring = scheme
     sizes = {"dp": 1, "ring": ring, "ulysses": world // ring}
+    given = {**given, "head_chunks": chunks_of(cfg, sizes["ulysses"], given)}
     return models.training_memory(cfg, TABLES[table], sizes, batch=1, seq_len=local * world, **given)
+
+
+def chunks_of(cfg: LlamaConfig, ulysses: int, given: Mapping[str, Any]) -> int:
+    """Head chunks as measured, or one for each head of a rank where more ranks leave it fewer heads."""
+    return min(int(given["head_chunks"]), -(-cfg.num_heads // ulysses))
 
 
 def longest(
     cfg: LlamaConfig, world: int, scheme: Scheme, given: Mapping[str, Any], times: float, gpu_memory: int
 ) -> Row:
     """Tokens over all GPUs that fit when all but parameters and moments takes `times` what is foretold, and
-    the host's GiB for each GPU then; 0 where not even 1024 tokens fit."""
+    the host's GiB for each GPU then; 0 where not even 1024 tokens fit. With how many chunks of heads."""
 
     def fits(blocks: int) -> bool:
         peak = foretold(cfg, world, blocks * 1024, scheme, given).peak
@@ -102,14 +108,17 @@ def longest(
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     host = foretold(cfg, world, low * 1024, scheme, given).host if low else 0
-    return {"tokens": low * 1024 * world, "host_gib": host / GIB}
+    chunks = chunks_of(cfg, world // scheme[1], given)
+    return {"tokens": low * 1024 * world, "host_gib": host / GIB, "head_chunks": chunks}
 
 
 def slope_lines(found: Sequence[Row]) -> Iterator[str]:
     for row in found:
+        chunks = max(one["head_chunks"] for one in row["longest"].values())
         ends = ", ".join(
             f"{world} GPU{'s' if world > 1 else ''} {one['tokens'] / 1024:.0f}K"
             + (f" (host {one['host_gib']:.0f} GiB each)" if one["host_gib"] else "")
+            + (f" in {one['head_chunks']} head chunks" if one["head_chunks"] < chunks else "")
             for world, one in row["longest"].items()
         )
         yield (

@@ -22,8 +22,10 @@ RESULTS = Path(__file__).parents[3] / "tools" / "bench" / "results"
 
 def measured_steps() -> list[dict[str, Any]]:
     """Whole steps of ours, by torch.cuda.max_memory_allocated: `usp bench` and `usp bench --what memory`."""
-    names = ("step-1xH200", "step-2xH200", "step-whole-2xH200", "step-cudnn-2xH200", "memory-2xH200")
-    files = [json.loads((RESULTS / f"{name}.json").read_text("utf-8")) for name in names]
+    kinds = ("step", "memory", "scaling")
+    paths = sorted(path for kind in kinds for path in RESULTS.glob(f"{kind}-*H200.json"))
+    assert paths
+    files = [json.loads(path.read_text("utf-8")) for path in paths]
     rows = [row for file in files for run in file["runs"] for row in run["rows"]]
     return [row for row in rows if row["contender"] == "usp" and "peak" in row]
 
