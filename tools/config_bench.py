@@ -8,7 +8,7 @@ from typing import Literal
 
 from usp.tools.lengths import Tokens
 
-What = Literal["step", "kernel", "exchange", "scan", "loss", "memory", "scaling"]
+What = Literal["step", "kernel", "exchange", "scan", "loss", "passes", "memory", "scaling"]
 Variant = Literal["recompute", "free", "least"]
 
 
@@ -23,7 +23,8 @@ class Bench:
     what: What = "step"
     """step: whole training steps, ours and the peers'. kernel: attention kernels. exchange: q, k, v to the
     heads and back. scan: the layer scan against a plain loop. loss: the fused loss against torch's and its
-    floor. memory: what each way of saving memory takes and costs. scaling: 1, 2, 4, 8 GPUs."""
+    floor. passes: norm, rotation, activation, loss and optimizer against a copy of their bytes. memory: what
+    each way of saving memory takes and costs. scaling: 1, 2, 4, 8 GPUs."""
     calibrate: bool = False
     """Measure this machine's rates instead, for the times that `usp plan` prints."""
     plot: tuple[Path, ...] = ()
@@ -89,6 +90,7 @@ USED: Mapping[str, frozenset[str]] = MappingProxyType(
         "exchange": _SHARED | {"seq_len", "batch_size", "peers"},
         "scan": _STEPS,
         "loss": _SHARED | {"seq_len"},
+        "passes": _SHARED | {"seq_len"},
         "memory": _STEPS | {"setting", "window"},
         "scaling": _STEPS | {"part", "dry_run", "host_memory"},
         "calibrate": _SHARED - {"what"} | {"calibrate"},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any, cast
 
@@ -137,7 +137,7 @@ class _Fused(torch.autograd.Function):
         x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, tile: int, compiled: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide = torch.promote_types(x_TD.dtype, torch.float32)
-        look = _compiled_look() if compiled else _look
+        look = tile_pass(compiled)
         total, grad_x = x_TD.new_zeros((), dtype=wide), torch.empty_like(x_TD)
         grad_weight: Tensor | None = None
         for x, labels, grad in tiles(tile, x_TD, labels_T, grad_x):
@@ -191,3 +191,8 @@ def _look(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
 @lru_cache(maxsize=1)
 def _compiled_look() -> Any:
     return own_programs(_look)
+
+
+def tile_pass(compiled: bool) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """(logits [T, V], which may be written over, labels [T]) -> sum of the losses, the logits' gradient."""
+    return cast("Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]", _compiled_look() if compiled else _look)

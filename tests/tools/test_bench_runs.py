@@ -162,6 +162,10 @@ def test_a_peers_attention_has_the_windows(windowed_dir: Path, tmp_path: Path) -
     [
         ("kernel", [], ["causal", "packed"] * 2),
         ("loss", [], ["floor: three products", *(f"usp, tiles of {n}" for n in TILES), "torch"]),
+        ("passes", [], [
+            "norm", "norm, backward", "rotation, order of the wire", "rotation, order of the wire, backward",
+            "activation", "activation, backward", "loss, a tile of 64", "AdamW with clipping",
+        ]),
         ("scan", ["--processes", "1"], ["remat=none", "remat=full"]),
         ("exchange", ["--batch-size", "1", "2", "--peers", "none"], [
             "batch 1", "batch 1, in the model", "batch 2", "batch 2, in the model",

@@ -32,13 +32,14 @@ LENGTHS: Mapping[str, tuple[int, ...]] = MappingProxyType(
         "exchange": (8 * K, 32 * K, 128 * K, 512 * K),
         "scan": (8 * K, 32 * K),
         "loss": (16 * K,),
+        "passes": (4 * K, 16 * K, 64 * K),
         "memory": (128 * K, 256 * K),
         "scaling": (128 * K, 1024 * K),
         "calibrate": (32 * K,),
     }
 )
 ON_CPU: Mapping[str, tuple[int, ...]] = MappingProxyType({"scaling": (128, 512), "memory": (256, 512)})
-ALONE = ("kernel", "loss")  # measured on one device
+ALONE = ("kernel", "loss", "passes")  # measured on one device
 OURS: Mapping[str, Setting] = MappingProxyType(
     {
         "recompute": Setting(label="remat=attention", variant="recompute"),

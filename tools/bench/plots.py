@@ -74,6 +74,10 @@ PANELS: Mapping[str, tuple[Panel, ...]] = MappingProxyType(
             Panel("scan over loop", _TOKENS, field("over_loop"), ("label",), "times"),
             Panel("host time of the scan", _TOKENS, field("scan_host_ms"), ("label",), "ms"),
         ),
+        "passes": (
+            Panel("over a copy of the bytes", "label", field("over_floor"), (_TOKENS,), "times"),
+            Panel("memory's speed", "label", field("bytes_per_s", 1e-12), (_TOKENS,), "TB/s"),
+        ),
         "loss": (
             Panel("over the three products", "label", field("over_floor"), (_TOKENS,), "times"),
             Panel("memory", "label", field("peak", 1 / GIB), (_TOKENS,), "GiB"),

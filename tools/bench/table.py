@@ -115,6 +115,12 @@ COLUMNS: Mapping[str, tuple[Column, ...]] = MappingProxyType(
             Column("scan GiB", number("scan_peak", ".2f", 1 / GIB)),
             Column("loop GiB", number("loop_peak", ".2f", 1 / GIB)),
         ),
+        "passes": (
+            Column("pass", word("label")), _LENGTH, Column("ms", number("ms", ".3f")),
+            Column("MiB", number("nbytes", ".0f", 1 / 2**20)),
+            Column("TB/s", number("bytes_per_s", ".2f", 1e-12)),
+            Column("over a copy", number("over_floor", ".2f")), Column("host ms", number("host_ms", ".3f")),
+        ),
         "loss": (
             Column("loss", word("label")), _LENGTH, Column("ms", number("ms", ".2f")),
             Column("over floor", number("over_floor", ".2f")), Column("host ms", number("host_ms", ".2f")),

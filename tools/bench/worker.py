@@ -17,7 +17,7 @@ from usp.tools.bench.place import Place, join
 
 OURS: Mapping[str, str] = MappingProxyType(
     {"step": "step", "memory": "step", "scaling": "step"}
-    | {name: name for name in ("kernel", "exchange", "scan", "loss", "calibrate")}
+    | {name: name for name in ("kernel", "exchange", "scan", "loss", "passes", "calibrate")}
 )
 PEERS: Mapping[str, str] = MappingProxyType(
     {"deepspeed": "peers.deepspeed", "torch-cp": "peers.torch_cp", "transformers": "peers.transformers"}
