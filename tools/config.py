@@ -58,10 +58,12 @@ class Train:
     """Computation and exported weights; weights and optimizer state stay float32 while training.
     auto: bfloat16 on a GPU, float32 on a CPU."""
     remat: Literal["auto", "none", "full", "attention"] = "auto"
-    """What the backward computes again. auto: on a GPU the fastest that fits, together with group, offload,
-    mlp_tile and head_chunks (to set one of these, name another remat); on a CPU full. none: nothing. full:
-    keep only each layer's input and compute the layer again. attention: keep the attention output too, and do
-    not compute that again."""
+    """What the backward computes again. auto: on a GPU the fastest that fits, together with stored, group,
+    offload, mlp_tile and head_chunks (to set one of these, name another remat); on a CPU full. none:
+    nothing. full: keep only each layer's input and compute the layer again. attention: keep the attention
+    output too, and do not compute that again."""
+    stored: int = 0
+    """So many of the last layers keep everything, whatever --remat says."""
     group: int = 1
     """Keep only the input of every group-th layer; the others are found by running the group once more."""
     offload: Literal["none", "host"] = "none"

@@ -1,6 +1,7 @@
 """What a user can set for `usp plan`."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
@@ -17,7 +18,7 @@ class Plan:
     seq_len: Tokens | None = None
     """Tokens in one row, over all ranks: 131072, 128K or 2M. Needed unless --longest."""
     longest: bool = False
-    """Find the longest row that fits, and the settings for it."""
+    """Find the longest row that fits, and the settings for it. It is often the host's memory that ends it."""
 
     ulysses: int = 1
     """Ranks that cut one sequence and exchange it for attention heads by all-to-all."""
@@ -28,7 +29,7 @@ class Plan:
     table: str = "usp"
     """Placement table by name: usp, ulysses, ring, odysseus, replicated."""
     batch_size: int | None = None
-    """Rows worked on at once over all ranks, a multiple of dp. Default: dp."""
+    """Rows of one step over all ranks, a multiple of dp * accumulate. Default: dp * accumulate."""
     accumulate: int = 1
     """Parts that a step's rows are worked on in, one after the other."""
 
@@ -37,8 +38,11 @@ class Plan:
     compile: bool = True
     """Whether the parts of a layer are compiled."""
     remat: Literal["auto", "none", "full", "attention"] = "auto"
-    """auto: the cheapest settings that fit, group, offload, mlp_tile and head_chunks among them: to set one
-    of these, name another. none: nothing is computed again. full: each layer. attention: all but that."""
+    """auto: the cheapest settings that fit, stored, group, offload, mlp_tile and head_chunks among them: to
+    set one of these, name another. none: nothing is computed again. full: each layer. attention: all but
+    that."""
+    stored: int = 0
+    """So many of the last layers keep everything, whatever --remat says."""
     group: int = 1
     """Keep only the input of every group-th layer."""
     offload: Literal["none", "host"] = "none"
@@ -55,4 +59,7 @@ class Plan:
     gpu_memory: str | None = None
     """Memory of one GPU, for example 141GB or 80GiB. Default: that of --gpu."""
     host_memory: str = "200GB"
-    """Memory of the host that one rank may use for what it offloads."""
+    """Memory of the host that one rank may use for what it offloads: that of a machine over its GPUs."""
+    rates: Path | None = None
+    """File that `usp bench --calibrate` wrote on a machine with such GPUs, for the time of a step. Default:
+    usp/rates.json in $XDG_CACHE_HOME or ~/.cache."""

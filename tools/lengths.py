@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from fractions import Fraction
 from typing import Annotated
 
 from tyro.constructors import PrimitiveConstructorSpec
@@ -12,11 +13,12 @@ TIMES = {"": 1, "k": 2**10, "m": 2**20}
 
 
 def parse_tokens(text: str) -> int:
-    """A number of tokens; K is 1024, M 1024 K. Raises ValueError for anything else."""
-    found = re.fullmatch(r"(-?\d+)([km]?)", text.strip().lower().replace("_", ""))
-    if found is None:
-        raise ValueError(f"{text!r} must be a number of tokens, such as 131072, 128K or 2M")
-    return int(found[1]) * TIMES[found[2]]
+    """A number of tokens; K is 1024, M 1024 K, 1.5M 1536 K. Raises ValueError for anything else."""
+    found = re.fullmatch(r"(-?\d+(?:\.\d+)?)([km]?)", text.strip().lower().replace("_", ""))
+    tokens = Fraction(found[1]) * TIMES[found[2]] if found else Fraction(1, 2)
+    if tokens.denominator != 1:
+        raise ValueError(f"{text!r} must be a number of tokens, such as 131072, 128K or 1.5M")
+    return int(tokens)
 
 
 def _given(words: list[str]) -> int:

@@ -20,7 +20,8 @@ from usp.tools.ranks import Ranks
 from usp.tools.setup import Mesh, Setup
 
 SPARE = 0.1  # of the host's memory
-GIVEN = {"group": 1, "offload": "none", "mlp_tile": None, "head_chunks": 1}
+OF_LOSS = ("remat", "group", "offload", "mlp_tile", "head_chunks")
+GIVEN = {"stored": 0, "group": 1, "offload": "none", "mlp_tile": None, "head_chunks": 1}
 
 
 def check_options(cfg: Train | Plan) -> None:
@@ -31,10 +32,12 @@ def check_options(cfg: Train | Plan) -> None:
             raise ValueError(f"{name}={getattr(cfg, name)} must be at least 1. Change --{flag}.")
     if cfg.mlp_tile is not None and cfg.mlp_tile < 1:
         raise ValueError(f"mlp_tile={cfg.mlp_tile} must be at least 1. Change --mlp-tile.")
-    if cfg.remat == "none" and (cfg.group != 1 or cfg.offload != "none"):
+    if cfg.stored < 0:
+        raise ValueError(f"stored={cfg.stored} must be 0 or more. Change --stored.")
+    if cfg.remat == "none" and (cfg.group != 1 or cfg.offload != "none" or cfg.stored):
         raise ValueError(
-            f"remat=none must come without groups and offload, got group={cfg.group} offload={cfg.offload}. "
-            "Change --remat."
+            f"remat=none must come without groups, offload and stored, got group={cfg.group} offload="
+            f"{cfg.offload} stored={cfg.stored}. Change --remat."
         )
     given = [name for name, default in GIVEN.items() if getattr(cfg, name) != default]
     if cfg.remat == "auto" and given:
@@ -42,6 +45,19 @@ def check_options(cfg: Train | Plan) -> None:
             f"remat=auto must come without {', '.join(given)}, which it chooses. Name a --remat, or leave "
             f"them out."
         )
+
+
+def asked_for(cfg: Train | Plan, num_layers: int) -> dict[str, Any]:
+    """Keyword arguments of `models.loss` by name, as they are given; remat for each layer with `stored`."""
+    found: dict[str, Any] = {name: getattr(cfg, name) for name in OF_LOSS}
+    if cfg.stored >= num_layers:
+        raise ValueError(
+            f"stored={cfg.stored} must be less than the model's layers, got num_layers={num_layers}. Change "
+            f"--stored, or give --remat none."
+        )
+    if cfg.stored:
+        found["remat"] = (cfg.remat,) * (num_layers - cfg.stored) + ("none",) * cfg.stored
+    return found
 
 
 def step_options(cfg: Train, setup: Setup, mesh: Mesh, ranks: Ranks) -> dict[str, Any]:
@@ -53,7 +69,7 @@ def step_options(cfg: Train, setup: Setup, mesh: Mesh, ranks: Ranks) -> dict[str
     """
     cuda = ranks.device.type == "cuda"
     compiled = cuda if cfg.compile == "auto" else cfg.compile == "on"
-    options: dict[str, Any] = {name: getattr(cfg, name) for name in ("remat", *GIVEN)}
+    options = ranks.checked(partial(asked_for, cfg, setup.model.num_layers))
     options["moments"] = "host" if cfg.moments == "host" else "device"
     options |= {"kernel": cfg.kernel, "dtype": setup.dtype, "compile": compiled}
     asked = "host" in (cfg.offload, cfg.moments) or (cfg.remat == "auto" and cuda)

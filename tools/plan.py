@@ -19,9 +19,9 @@ from usp.models.plan.traffic_attention import ring_elements
 from usp.models.plan.traffic_kinds import Traffic
 from usp.ring import ring_bytes
 from usp.tools.config_plan import Plan
-from usp.tools.options import GIVEN, check_options
+from usp.tools.options import asked_for, check_options
 from usp.tools.presets import GPUS, find_model
-from usp.tools.rates import HOW, Rates, default_path, step_time, time_text
+from usp.tools.rates import CALIBRATE, HOW, Rates, default_path, step_time, time_text
 from usp.tools.setup import check_axes
 
 COLUMNS = ("tokens", "residual", "attn_x", "q", "kv", "mlp_x")
@@ -43,7 +43,7 @@ def plan(cfg: Plan) -> str:
     gpu = parse_memory("gpu-memory", cfg.gpu_memory) if cfg.gpu_memory else GPUS[cfg.gpu]
     host = parse_memory("host-memory", cfg.host_memory)
     given: dict[str, Any] = {
-        "batch": cfg.batch_size or cfg.dp,
+        "batch": rows_of_step(cfg) // cfg.accumulate,
         "accumulate": cfg.accumulate,
         "dtype": getattr(torch, cfg.dtype),
         "compile": cfg.compile,
@@ -57,8 +57,10 @@ def plan(cfg: Plan) -> str:
             model, table, sizes, seq_len, gpu, host, moments=cfg.moments, **given
         )
     assert seq_len is not None
-    options = own_options(cfg) if settings is None else settings.options()
-    moments = cfg.moments if settings is None else settings.moments
+    if settings is None:
+        moments = "host" if cfg.moments == "host" else "device"
+        settings = Settings(**asked_for(cfg, model.num_layers), moments=moments)
+    options, moments = settings.options(), settings.moments
     memory = models.training_memory(model, table, sizes, seq_len=seq_len, moments=moments, **given, **options)
     del given["accumulate"]
     traffic = models.model_traffic(model, table, sizes, seq_len=seq_len, **given, **options)
@@ -71,12 +73,13 @@ def plan(cfg: Plan) -> str:
     )
     return "\n\n".join(
         [
-            headline(cfg, seq_len, settings, options),
+            headline(cfg, seq_len, settings),
+            verdict,
+            how_long(cfg, where, traffic, memory, options),
+            as_options(cfg, model, seq_len, settings),
             placements(table, sizes),
             moves(traffic, where, given["dtype"], options["head_chunks"]),
             held(memory),
-            verdict,
-            how_long(cfg, where, traffic, memory, options),
         ]
     )
 
@@ -85,17 +88,22 @@ def how_long(
     cfg: Plan, where: Local, traffic: ModelTraffic, memory: models.Memory, options: Mapping[str, Any]
 ) -> str:
     """The time of a step, where this machine's rates were measured."""
-    path = default_path()
-    if not path.is_file():
+    path = cfg.rates or default_path()
+    if not path.is_file() and cfg.rates is None:
         return HOW
     rates = Rates.read(path)
+    if cfg.gpu_memory is None and cfg.gpu not in rates.device.lower():
+        return f"no step time: {path} has the rates of {rates.device}, not of {cfg.gpu}. {CALIBRATE}"
     pieces = step_time(
         where, traffic, memory, rates, dtype=getattr(torch, cfg.dtype), compile=cfg.compile,
         accumulate=cfg.accumulate,
         **{name: options[name] for name in ("remat", "group", "mlp_tile", "head_chunks")},
     )  # fmt: skip
-    ranks, rows = cfg.dp * cfg.ring * cfg.ulysses, (cfg.batch_size or cfg.dp) * cfg.accumulate
-    return time_text(pieces, rates, ranks, rows * where.seq_len)
+    return time_text(pieces, rates, cfg.dp * cfg.ring * cfg.ulysses, rows_of_step(cfg) * where.seq_len)
+
+
+def rows_of_step(cfg: Plan) -> int:
+    return cfg.batch_size or cfg.dp * cfg.accumulate
 
 
 def check(cfg: Plan) -> None:
@@ -117,17 +125,14 @@ def check(cfg: Plan) -> None:
     check_axes(cfg.table, ring=cfg.ring, ulysses=cfg.ulysses)
     if cfg.gpu not in GPUS:
         raise ValueError(f"gpu={cfg.gpu} must be one of {', '.join(GPUS)}. Or give --gpu-memory.")
-    if cfg.batch_size is not None and (cfg.batch_size < 1 or cfg.batch_size % cfg.dp):
+    if cfg.batch_size is not None and (cfg.batch_size < 1 or cfg.batch_size % (cfg.dp * cfg.accumulate)):
         raise ValueError(
-            f"batch_size={cfg.batch_size} must be a multiple of dp, got dp={cfg.dp}. Change --batch-size."
+            f"batch_size={cfg.batch_size} must be a multiple of dp * accumulate, got dp={cfg.dp} accumulate="
+            f"{cfg.accumulate}. Change --batch-size."
         )
     check_options(cfg)
     if cfg.longest and cfg.remat != "auto":
         raise ValueError(f"longest=True must choose the settings, got remat={cfg.remat}. Leave --remat out.")
-
-
-def own_options(cfg: Plan) -> dict[str, Any]:
-    return {"remat": cfg.remat, **{name: getattr(cfg, name) for name in GIVEN}}
 
 
 def parse_memory(name: str, text: str) -> int:
@@ -139,16 +144,37 @@ def parse_memory(name: str, text: str) -> int:
         raise ValueError(f"{name}={text} must be a size such as 141GB or 80GiB. Change --{name}.") from None
 
 
-def headline(cfg: Plan, seq_len: int, settings: Settings | None, options: Mapping[str, Any]) -> str:
+def headline(cfg: Plan, seq_len: int, settings: Settings) -> str:
     ranks, parts = cfg.dp * cfg.ring * cfg.ulysses, cfg.ring * cfg.ulysses
+    steps = f" in {cfg.accumulate} parts" if cfg.accumulate > 1 else ""
     lines = [
-        f"{cfg.model}: {cfg.batch_size or cfg.dp} x {seq_len} tokens on {ranks} GPUs (dp {cfg.dp}, ring "
-        f"{cfg.ring}, ulysses {cfg.ulysses}), {-(-seq_len // parts)} tokens of a row a rank",
-        f"settings: {settings.describe() if settings else Settings(**options).describe()}",
+        f"{cfg.model}: {rows_of_step(cfg)} x {seq_len} tokens{steps} on {ranks} GPU{'s'[: ranks - 1]} (dp "
+        f"{cfg.dp}, ring {cfg.ring}, ulysses {cfg.ulysses}), {-(-seq_len // parts)} tokens of a row a rank",
+        f"settings: {settings.describe()}",
     ]
-    reasons = [] if settings is None else settings.reasons
-    lines += [f"  {reason}" for reason in reasons[-SHOWN_REASONS:]]
+    lines += [f"  too much: {reason}" for reason in settings.reasons[-SHOWN_REASONS:-1]]
     return "\n".join(lines)
+
+
+def as_options(cfg: Plan, model: models.LlamaConfig, seq_len: int, settings: Settings) -> str:
+    """The words that make `usp train` and `usp bench` do this."""
+    chosen = settings.words()
+    mesh = {name: str(getattr(cfg, name)) for name in ("dp", "ring", "ulysses") if getattr(cfg, name) > 1}
+    mesh |= {"table": cfg.table} if cfg.table != "usp" else {}
+    batch = {name: str(getattr(cfg, name) or 1) for name in ("batch_size", "accumulate")}
+    batch = {name: number for name, number in batch.items() if number != "1"}
+    lines = ["usp train " + flags({"seq_len": str(seq_len), **mesh, **batch, **chosen})]
+    if cfg.dp == 1 and rows_of_step(cfg) == 1:
+        own = {name: value for name, value in mesh.items() if name != "ulysses"}
+        setting = ",".join(f"{name}={value}" for name, value in {**own, **chosen}.items())
+        what = {"model": cfg.model, "layers": str(model.num_layers), "gpus": str(cfg.ring * cfg.ulysses)}
+        only = {"peers": "none", "variants": "", "setting": setting}
+        lines.append("usp bench " + flags({**what, "seq_len": str(seq_len), **only}))
+    return "\n".join(lines)
+
+
+def flags(values: Mapping[str, str]) -> str:
+    return " ".join(f"--{name.replace('_', '-')} {value}".rstrip() for name, value in values.items())
 
 
 def placements(table: Table, sizes: Mapping[str, int]) -> str:

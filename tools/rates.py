@@ -24,7 +24,8 @@ from usp.models.plan.traffic import ModelTraffic
 from usp.models.plan.traffic_kinds import SHIFT, Traffic
 
 UPDATE_BYTES = 28  # AdamW in float32 reads parameter, gradient and moments, and writes all but the gradient
-HOW = "no step time: rates of a machine are not known. Run `usp bench --calibrate` on it."
+CALIBRATE = "Run `usp bench --calibrate` on such a machine; --rates reads the file elsewhere."
+HOW = f"no step time: the rates of a machine are not known. {CALIBRATE}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +136,7 @@ def time_text(pieces: Sequence[Piece], rates: Rates, ranks: int, tokens: int) ->
     """The time of a step on `ranks` GPUs, and what it is made of. `tokens`: of the whole step."""
     seconds = total(pieces)
     lines = [
-        f"about {seconds:.3g} s a step, {tokens / seconds / ranks:.0f} tokens/s per GPU, at the rates of "
+        f"about {seconds:.3g} s a step, {tokens / seconds / ranks:.3g} tokens/s per GPU, at the rates of "
         f"{rates.device} as measured with {rates.processes} processes (waits and gaps are not in it)"
     ]
     lines += [f"  {p.name:<32} {p.seconds:9.3g} s{', behind the rest' if p.hidden else ''}" for p in pieces]

@@ -21,7 +21,8 @@ from usp.models.files.hf_files import write_json
 from usp.models.files.safefile import PIECE, bytes_of, make_header
 from usp.state.files import sync
 
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_UNITS = {"": 1, **{f"{p}B": 10 ** (3 * i) for i, p in enumerate("KMGT", 1)}}
+_UNITS |= {f"{p}IB": 2 ** (10 * i) for i, p in enumerate("KMGT", 1)}
 Produce = Callable[[str], Tensor]
 
 

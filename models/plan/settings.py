@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict, Unpack
 
@@ -16,7 +16,8 @@ from usp.models.plan.memory_parts import Memory
 from usp.order import unit
 
 MLP_TILE = 8192  # tokens: large enough to keep a GPU busy
-HEAD_CHUNKS = 4
+HEAD_CHUNKS = 4  # tried first: more cost more
+GROUPS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 NOTHING = Memory((), 0)
 SPARE = 0.08  # of the device's memory: its context, the libraries' work space, gaps between tensors
 
@@ -51,17 +52,22 @@ class Settings:
         names = ("remat", "group", "offload", "mlp_tile", "head_chunks")
         return {name: getattr(self, name) for name in names}
 
-    def describe(self) -> str:
-        kinds = [self.remat] if isinstance(self.remat, str) else list(dict.fromkeys(self.remat))
-        words = [f"remat={kinds[0]}"]
+    def words(self) -> dict[str, str]:
+        """By name, those that are not as without them. remat: that of the first layers, of which the last
+        `stored` keep everything."""
+        kinds = (self.remat,) if isinstance(self.remat, str) else tuple(dict.fromkeys(self.remat))
+        found = {"remat": kinds[0]}
         if len(kinds) > 1:
-            words = [f"remat={' '.join(f'{kind} x{self.remat.count(kind)}' for kind in kinds)}"]
-        words += [f"group={self.group}"] if self.group > 1 else []
-        words += ["offload=host"] if self.offload == "host" else []
-        words += [f"mlp_tile={self.mlp_tile}"] if self.mlp_tile else []
-        words += [f"head_chunks={self.head_chunks}"] if self.head_chunks > 1 else []
-        words += ["moments=host"] if self.moments == "host" else []
-        return ", ".join(words)
+            assert kinds[1:] == ("none",), "layers that keep everything come last"
+            found["stored"] = str(self.remat.count("none"))
+        found |= {"group": str(self.group)} if self.group > 1 else {}
+        found |= {"offload": "host"} if self.offload == "host" else {}
+        found |= {"mlp_tile": str(self.mlp_tile)} if self.mlp_tile else {}
+        found |= {"head_chunks": str(self.head_chunks)} if self.head_chunks > 1 else {}
+        return found | ({"moments": "host"} if self.moments == "host" else {})
+
+    def describe(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in self.words().items())
 
 
 def choose_settings(
@@ -77,11 +83,11 @@ def choose_settings(
 
     `gpu_bytes` of one device, of which `SPARE` is left alone; `host_bytes` of the host for one rank. `batch`
     (default: as many rows as the table cuts) rows of `seq_len` tokens. Raises ValueError when none fits,
-    naming what takes the memory.
+    naming what is short: the host where some would fit the device, else what takes the device's memory.
     """
     room = int(gpu_bytes * (1 - SPARE))
     tried: list[str] = []
-    best: Settings | None = None
+    missed: list[Settings] = []
     for settings in candidates(cfg, table, sizes, seq_len, moments=given.get("moments", "auto")):
         memory = _memory(cfg, table, sizes, seq_len, settings, given)
         need = memory.peak.nbytes
@@ -92,16 +98,36 @@ def choose_settings(
         else:
             reasons = (*tried, f"{settings.describe()} takes {gib(need)} of {gib(room)}")
             return replace(settings, reasons=reasons, memory=memory)
-        if best is None or need < best.memory.peak.nbytes:
-            best = replace(settings, memory=memory)
-    assert best is not None
-    parts = sorted(best.memory.peak.parts.items(), key=lambda part: -part[1])[:3]
-    largest = ", ".join(f"{name} {gib(nbytes)}" for name, nbytes in parts)
-    raise ValueError(
-        f"seq_len={seq_len} must fit gpu_memory={gib(gpu_bytes)} ({gib(room)} of it usable), got at least "
-        f"{gib(best.memory.peak.nbytes)} ({largest}) and host memory {gib(host_bytes)}. Use more ranks, a "
-        f"shorter sequence, or smaller batches."
-    )
+        missed.append(replace(settings, memory=memory))
+    raise DoesNotFit(seq_len, gpu_bytes, room, host_bytes, missed)
+
+
+class DoesNotFit(ValueError):
+    """No settings fit. `short`: of what, in words that end before the advice."""
+
+    def __init__(
+        self, seq_len: int, gpu_bytes: int, room: int, host_bytes: int, tried: Sequence[Settings]
+    ) -> None:
+        able = [one for one in tried if one.memory.peak.nbytes <= room]
+        if able:
+            best = min(able, key=lambda one: one.memory.host)
+            self.short = (
+                f"seq_len={seq_len} must fit host_memory={gib(host_bytes)} for each rank, got at least "
+                f"{gib(best.memory.host)} ({best.describe()}, {gib(best.memory.peak.nbytes)} of the GPU's "
+                f"{gib(room)})"
+            )
+            more = "more memory of the host, "
+        else:
+            best = min(tried, key=lambda one: one.memory.peak.nbytes)
+            parts = sorted(best.memory.peak.parts.items(), key=lambda part: -part[1])[:3]
+            largest = ", ".join(f"{name} {gib(nbytes)}" for name, nbytes in parts)
+            self.short = (
+                f"seq_len={seq_len} must fit gpu_memory={gib(gpu_bytes)} ({gib(room)} of it usable), got at "
+                f"least {gib(best.memory.peak.nbytes)} ({best.describe()}; {largest})"
+            )
+            more = ""
+        shorter = "" if best.memory.peak.at_rest > room else ", a shorter sequence, or smaller batches"
+        super().__init__(f"{self.short}. Use {more}more ranks{shorter}.")
 
 
 def candidates(
@@ -111,14 +137,15 @@ def candidates(
 
     Nothing again; then the first layers but for their attention, from few to all of them (the last ones'
     graphs are used, and let go, first); then the MLP in tiles, the heads in chunks, the host's memory for
-    what is kept, then for the moments; then attention again too; then groups of layers, each run once more.
-    `moments`: "auto", or where they live in all of them.
+    what is kept, then for the moments, then more chunks and smaller tiles; then attention again too; then
+    groups of layers, each run once more. `moments`: "auto", or where they live in all of them.
     """
+    seen = set()
     for settings in _candidates(cfg, table, sizes, seq_len):
-        if moments == "auto":
-            yield settings
-        elif settings.moments == "device":
-            yield replace(settings, moments=moments)
+        one = settings if moments == "auto" else replace(settings, moments=moments)
+        if one not in seen:
+            seen.add(one)
+            yield one
 
 
 def _candidates(cfg: LlamaConfig, table: Table, sizes: Mapping[str, int], seq_len: int) -> Iterator[Settings]:
@@ -136,14 +163,13 @@ def _candidates(cfg: LlamaConfig, table: Table, sizes: Mapping[str, int], seq_le
         for offload in ("none", "host"):
             finer = list(_finer(Settings(remat=remat, offload=offload), tile, chunks))
             yield from finer
-        yield replace(finer[-1], moments="host")
-    for group in (2, 4, 8, 16, 32):
-        if group < layers:
-            for offload in ("none", "host"):
-                last = Settings(remat="full", offload=offload, group=group)
-                last = list(_finer(last, tile, chunks))[-1]
-                yield last
-            yield replace(last, moments="host")
+        yield from _finest(finer[-1], most)
+    for group in (group for group in GROUPS if group < layers):
+        for offload in ("none", "host"):
+            last = Settings(remat="full", offload=offload, group=group)
+            last = list(_finer(last, tile, chunks))[-1]
+            yield last
+        yield from _finest(last, most)
 
 
 def _finer(settings: Settings, tile: int | None, chunks: int) -> Iterator[Settings]:
@@ -153,6 +179,17 @@ def _finer(settings: Settings, tile: int | None, chunks: int) -> Iterator[Settin
         yield settings
     if chunks > 1:
         yield replace(settings, head_chunks=chunks)
+
+
+def _finest(settings: Settings, most: int) -> Iterator[Settings]:
+    """What takes still less: moments on the host, up to `most` chunks of heads, half a tile."""
+    settings = replace(settings, moments="host")
+    yield settings
+    while settings.head_chunks < most:
+        settings = replace(settings, head_chunks=min(2 * settings.head_chunks, most))
+        yield settings
+    if settings.mlp_tile is not None:
+        yield replace(settings, mlp_tile=settings.mlp_tile // 2)
 
 
 def longest(
@@ -175,13 +212,15 @@ def longest(
     def found(steps: int) -> Settings | None:
         try:
             return choose_settings(cfg, table, sizes, steps * step, gpu_bytes, host_bytes, **given)
-        except ValueError:
+        except DoesNotFit:
             return None
 
     try:
         choose_settings(cfg, table, sizes, step, gpu_bytes, host_bytes, **given)
-    except ValueError as error:
-        raise ValueError(f"no length fits: {error}") from None
+    except DoesNotFit as error:
+        raise ValueError(
+            f"no length fits: {error.short}. Use more ranks, or ranks with more memory."
+        ) from None
     low, high = 1, 2
     while found(high) is not None:
         low, high = high, 2 * high

@@ -1,6 +1,7 @@
 """`usp bench`: formulas, rows, ratios, commands and what is refused."""
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +202,7 @@ def test_plan_tells_the_time_once_rates_are_known(
     words = ["plan", "llama-3-8b", "--seq-len", "131072", "--ulysses", "2"]
     usp(words)
     assert (
-        "no step time: rates of a machine are not known. Run `usp bench --calibrate`"
+        "no step time: the rates of a machine are not known. Run `usp bench --calibrate`"
         in capsys.readouterr().out
     )
     RATES.write(tmp_path / "usp" / "rates.json")
@@ -210,6 +211,12 @@ def test_plan_tells_the_time_once_rates_are_known(
     text = capsys.readouterr().out
     assert "tokens/s per GPU, at the rates of NVIDIA H200 as measured with 2 processes" in text
     assert "  matrix products" in text
+    usp([*words, "--gpu", "b200"])
+    assert "has the rates of NVIDIA H200, not of b200" in capsys.readouterr().out
+    elsewhere = replace(RATES, device="NVIDIA B200")
+    elsewhere.write(tmp_path / "b200.json")
+    usp([*words, "--gpu", "b200", "--rates", str(tmp_path / "b200.json")])
+    assert "tokens/s per GPU, at the rates of NVIDIA B200" in capsys.readouterr().out
     (tmp_path / "usp" / "rates.json").write_text("{}")
     with pytest.raises(SystemExit, match="must be written by usp bench --calibrate"):
         usp(words)

@@ -2,18 +2,25 @@
 
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import tyro
 from transformers import AutoConfig
 
 from usp.models import LlamaConfig
+from usp.models.plan.settings import Settings
+from usp.tools.bench.job import Setting
 from usp.tools.cli import main as usp
+from usp.tools.config import Train
+from usp.tools.config_bench import Bench
+from usp.tools.options import asked_for
 from usp.tools.presets import MODELS
 
+FOUR = ["--batch-size", "4", "--accumulate", "4"]
 Capture = pytest.CaptureFixture[str]
 
 
@@ -97,6 +104,44 @@ def test_longest(capsys: Capture) -> None:
     assert "fits: " in text
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--seq-len", "128K", "--ulysses", "2"],
+        ["--longest", "--ulysses", "2", "--ring", "2", "--moments", "host"],
+        ["--seq-len", "32K", "--remat", "attention", "--stored", "3", "--moments", "host", "--group", "2"],
+    ],
+)
+def test_what_it_says_can_be_given_to_the_others(words: list[str], capsys: Capture) -> None:
+    """`usp train`, `usp bench` and `usp plan` itself read the chosen settings as they are printed."""
+    text = said(capsys, "llama-3-8b", *words)
+    settings = re.search(r"settings: (.*)", text)
+    to_train, to_bench = (re.search(rf"(?m)^usp {name} (.*)", text) for name in ("train", "bench"))
+    assert settings
+    assert to_train
+    assert to_bench
+    again = said(capsys, "llama-3-8b", *to_train[1].split())
+    same = [line for line in text.split("\n") if not line.startswith("  too much")]
+    assert again.split("\n") == same
+    given = tyro.cli(Train, args=["--model", "m", "--data", "d", "--out", "o", *to_train[1].split()])
+    assert Settings(**asked_for(given, 32), moments=given.moments).describe().startswith(settings[1])
+    bench = tyro.cli(Bench, args=to_bench[1].split())
+    (one,) = (Setting.parse(text) for text in bench.setting)
+    for name, value in (pair.split("=") for pair in settings[1].split(", ")):
+        assert str(getattr(one, name)) == value
+    assert Setting.parse(settings[1]) == replace(one, ring=1, label=settings[1])
+    assert bench.variants == ()
+
+
+def test_rows_of_a_step_are_counted_as_in_training(capsys: Capture) -> None:
+    """4 rows in 4 parts are worked on as one row is."""
+    one = said(capsys, "llama-3-8b", "--seq-len", "128K", "--ulysses", "8")
+    four = said(capsys, "llama-3-8b", "--seq-len", "128K", "--ulysses", "8", *FOUR)
+    kept = re.compile(r"kept for the backward +\S+ GiB")
+    assert kept.findall(one) == kept.findall(four) != []
+    assert "4 x 131072 tokens in 4 parts on 8 GPUs" in four
+
+
 def test_a_directory(model_dir: Path, capsys: Capture) -> None:
     text = said(capsys, str(model_dir), "--seq-len", "64", "--dp", "2", "--table", "replicated")
     assert "each of 2 layers, forward\n    nothing" in text
@@ -107,8 +152,8 @@ def test_a_directory(model_dir: Path, capsys: Capture) -> None:
     ("words", "match"),
     [
         (
-            ["llama-3-8b", "--seq-len", "1.5M"],
-            "'1.5M' must be a number of tokens, such as 131072, 128K or 2M",
+            ["llama-3-8b", "--seq-len", "1.3K"],
+            "'1.3K' must be a number of tokens, such as 131072, 128K or 1.5M",
         ),
         (["llama-3-8b"], "seq_len=None must be a number of tokens"),
         (["nothing", "--seq-len", "8"], "must be a Hugging Face model directory or one of"),
@@ -117,6 +162,18 @@ def test_a_directory(model_dir: Path, capsys: Capture) -> None:
         (["llama-3-8b", "--seq-len", "8", "--table", "none"], "table=none must be one of"),
         (["llama-3-8b", "--seq-len", "8", "--gpu-memory", "much"], "gpu-memory=much must be a size"),
         (["llama-3-8b", "--seq-len", "8", "--group", "2"], "remat=auto must come without group"),
+        (["llama-3-8b", "--seq-len", "8", "--stored", "2"], "remat=auto must come without stored"),
+        (["llama-3-8b", "--seq-len", "8", "--stored", "2", "--remat", "none"], "must come without groups"),
+        (
+            ["llama-3-8b", "--seq-len", "8", "--stored", "-1", "--remat", "full"],
+            "stored=-1 must be 0 or more",
+        ),
+        (
+            ["llama-3-8b", "--seq-len", "8", "--stored", "32", "--remat", "full"],
+            "stored=32 must be less than the model's layers, got num_layers=32",
+        ),
+        (["llama-3-8b", "--seq-len", "8", *FOUR[:2], "--accumulate", "3"], "batch_size=4 must be a multiple"),
+        (["llama-3-8b", "--seq-len", "4M", "--ulysses", "2"], "host_memory=186.3 GiB for each rank, got at"),
         (["llama-3-8b", "--seq-len", "67108864", "--dp", "2"], "must fit gpu_memory="),
         (["llama-3-8b", "--seq-len", "8", "--ulysses", "2", "--batch-size", "0"], "batch_size=0 must be"),
     ],

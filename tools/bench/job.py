@@ -45,8 +45,13 @@ class Setting:
         """From name=value,name=value. Raises ValueError for what is no option or no value of one."""
         values: dict[str, Any] = {}
         known = [field.name for field in dataclasses.fields(cls) if field.name not in NO_OPTION]
-        for part in filter(None, text.split(",")):
-            name, _, value = part.partition("=")
+        parts = text.split(",") if text else []
+        if not all(part.strip() for part in parts):
+            raise ValueError(
+                f"setting={text!r} must be name=value,name=value in one word. Leave out spaces, or quote it."
+            )
+        for part in parts:
+            name, _, value = (word.strip() for word in part.partition("="))
             if name not in known:
                 raise ValueError(f"setting={text!r} must use {', '.join(known)}, got {name!r}. Correct it.")
             words = {"None": None, "True": True, "False": False}

@@ -1,7 +1,9 @@
 """Predicted memory against measured: on GPUs, and on tensors without data that the real step runs on."""
 
 import json
+import re
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from tests.models.plan.live import step_peak
 from usp.mesh import TABLES
 from usp.models import LlamaConfig, choose_settings, longest, training_memory
+from usp.models.plan.settings import SPARE
 
 LLAMA = LlamaConfig(
     vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_layers=8, num_heads=32, num_kv_heads=8
@@ -121,8 +124,37 @@ def test_settings_cost_more_as_sequences_grow() -> None:
 
 
 def test_nothing_fits() -> None:
-    with pytest.raises(ValueError, match=r"must fit gpu_memory=.*Use more ranks"):
+    with pytest.raises(ValueError, match=r"must fit gpu_memory=.*Use more ranks, a shorter sequence"):
         choose_settings(LLAMA, TABLES["usp"], TWO, 2**20, 24 * 2**30, 0)
+    with pytest.raises(ValueError, match=r"gpu_memory=.*parameters 5.2 GiB.*Use more ranks\.$"):
+        choose_settings(LLAMA, TABLES["usp"], TWO, 2, 3 * 2**30, 0)
+
+
+LONG = 3 * 2**19
+
+
+def test_the_host_is_named_where_it_is_what_is_short() -> None:
+    """With as much as the error asks for, and not less, the row fits."""
+    with pytest.raises(ValueError, match=r"must fit host_memory=4.0 GiB .* Use more memory") as caught:
+        choose_settings(LLAMA, TABLES["usp"], TWO, LONG, 141 * 10**9, 2**32)
+    need = float(re.findall(r"at least ([\d.]+) GiB", str(caught.value))[0])
+    found = choose_settings(LLAMA, TABLES["usp"], TWO, LONG, 141 * 10**9, int((need + 0.05) * GIB))
+    assert found.describe() in str(caught.value)
+    with pytest.raises(ValueError, match="host_memory"):
+        choose_settings(LLAMA, TABLES["usp"], TWO, LONG, 141 * 10**9, int((need - 0.05) * GIB))
+
+
+def test_no_settings_hold_a_longer_row() -> None:
+    """Beside the ladder: any group, chunks of heads and tile; none gives a row more than 1 % longer."""
+    gpu, host = 141 * 10**9, 200 * 10**9
+    seq_len, _ = longest(LLAMA, TABLES["usp"], TWO, gpu, host, compile=True)
+    for group, chunks, tile, moments in product(range(1, 8), (1, 4, 8, 16), (4096, 8192), ("device", "host")):
+        options = {"remat": "full", "group": group, "mlp_tile": tile, "head_chunks": chunks}
+        memory = training_memory(
+            LLAMA, TABLES["usp"], TWO, batch=1, seq_len=int(seq_len * 1.02), offload="host", compile=True,
+            moments=moments, **options,
+        )  # fmt: skip
+        assert memory.peak.nbytes > gpu * (1 - SPARE) or memory.host > host, options
 
 
 @pytest.mark.parametrize("host", [0, 10**12])
