@@ -12,11 +12,11 @@ from usp.data import Shard
 from usp.head_chunks import deal_chunks
 from usp.heads import trading_axis
 from usp.kernels import KERNELS, PACKED, WINDOW, choose
-from usp.mesh import Table, axis_sizes
+from usp.mesh import Table, axis_sizes, local_shape
 from usp.models.config import LlamaConfig
 from usp.models.layout import check_layout
 from usp.models.own_heads import ways
-from usp.models.params import Mesh, Params
+from usp.models.params import Block, Leaf, Mesh, Params, abstract, spec_of
 from usp.scan.api import check_settings
 
 _IDS = (torch.int64,)
@@ -50,6 +50,7 @@ def check_options(
             f"num_layers={cfg.num_layers} must be that of the parameters, got {len(params.layers)} layers. "
             f"Pass the configuration that they were made with."
         )
+    _check_params(params, cfg, table, mesh, cast=options.get("dtype") is not None)
     _check_shard(params, shard, cfg)
     if torch.is_autocast_enabled(shard.tokens.device.type):
         raise ValueError("autocast must be off, got it on. Pass dtype=torch.bfloat16 to compute in it.")
@@ -97,6 +98,35 @@ def check_kernel(
     windowed = any(window is not None and window < seq_len for window in cfg.windows)
     wanted = [name for name, needed in ((PACKED, packed), (WINDOW, windowed)) if needed]
     choose(kernel, device=device, dtype=dtype, size=cfg.head_dim, v_size=cfg.head_dim, features=wanted)
+
+
+def _check_params(params: Params, cfg: LlamaConfig, table: Table, mesh: Mesh, *, cast: bool) -> None:
+    """Every leaf that the configuration has, and no other, of this rank's shape at rest, and of one type if
+    they are not all `cast`."""
+    whole = abstract(cfg)
+
+    def wanted(name: str, leaf: Leaf | None) -> tuple[int, ...] | None:
+        spec = None if leaf is None else spec_of(table.rest, name, leaf, table=table.name)
+        return None if leaf is None or spec is None else local_shape(spec, leaf.shape, mesh)
+
+    ends = ("embed", "norm", "lm_head")
+    found = [(name, getattr(params, name), wanted(name, getattr(whole, name))) for name in ends]
+    of_layer = [wanted(name, leaf) for name, leaf in zip(Block._fields, whole.layers[0], strict=True)]
+    for i, layer in enumerate(params.layers):
+        names = (f"layers.{i}.{name}" for name in Block._fields)
+        found += zip(names, layer, of_layer, strict=True)
+    for name, leaf, shape in found:
+        got = None if leaf is None else tuple(leaf.shape)
+        if got != shape:
+            raise ValueError(
+                f"parameter {name}={got} must be this rank's shard {shape} of the configuration's, at rest. "
+                f"Pass the configuration, table and mesh that the parameters were made with."
+            )
+        if leaf is not None and not cast and leaf.dtype != params.embed.dtype:
+            raise ValueError(
+                f"parameter {name}={leaf.dtype} must be of the type of all, got embed={params.embed.dtype}. "
+                f"Cast it, or pass dtype= to compute in."
+            )
 
 
 def _check_shard(params: Params, shard: Shard, cfg: LlamaConfig) -> None:

@@ -11,6 +11,7 @@ import torch
 from usp import models
 from usp.mesh import TABLES, Table
 from usp.models.files.writer import parse_size
+from usp.models.options import check_how
 from usp.models.plan.local import Local, local
 from usp.models.plan.settings import SPARE, Settings, gib
 from usp.models.plan.textbook import textbook
@@ -22,7 +23,7 @@ from usp.tools.config_plan import Plan
 from usp.tools.options import asked_for, check_options
 from usp.tools.presets import GPUS, find_model
 from usp.tools.rates import CALIBRATE, HOW, Rates, default_path, step_time, time_text
-from usp.tools.setup import check_axes
+from usp.tools.setup import beyond_positions, check_axes
 
 COLUMNS = ("tokens", "residual", "attn_x", "q", "kv", "mlp_x")
 WEIGHTS = ("embed", "wq", "wo", "w_gate", "w_down", "norm")
@@ -61,6 +62,8 @@ def plan(cfg: Plan) -> str:
         moments = "host" if cfg.moments == "host" else "device"
         settings = Settings(**asked_for(cfg, model.num_layers), moments=moments)
     options, moments = settings.options(), settings.moments
+    no_arena: Any = {**options, "offload": "none"}
+    check_how(model, table=table, mesh=sizes, options=no_arena)
     memory = models.training_memory(model, table, sizes, seq_len=seq_len, moments=moments, **given, **options)
     del given["accumulate"]
     traffic = models.model_traffic(model, table, sizes, seq_len=seq_len, **given, **options)
@@ -73,7 +76,7 @@ def plan(cfg: Plan) -> str:
     )
     return "\n\n".join(
         [
-            headline(cfg, seq_len, settings),
+            headline(cfg, model, seq_len, settings),
             verdict,
             how_long(cfg, where, traffic, memory, options),
             as_options(cfg, model, seq_len, settings),
@@ -144,7 +147,7 @@ def parse_memory(name: str, text: str) -> int:
         raise ValueError(f"{name}={text} must be a size such as 141GB or 80GiB. Change --{name}.") from None
 
 
-def headline(cfg: Plan, seq_len: int, settings: Settings) -> str:
+def headline(cfg: Plan, model: models.LlamaConfig, seq_len: int, settings: Settings) -> str:
     ranks, parts = cfg.dp * cfg.ring * cfg.ulysses, cfg.ring * cfg.ulysses
     steps = f" in {cfg.accumulate} parts" if cfg.accumulate > 1 else ""
     lines = [
@@ -153,7 +156,8 @@ def headline(cfg: Plan, seq_len: int, settings: Settings) -> str:
         f"settings: {settings.describe()}",
     ]
     lines += [f"  too much: {reason}" for reason in settings.reasons[-SHOWN_REASONS:-1]]
-    return "\n".join(lines)
+    note = beyond_positions(model, seq_len)
+    return "\n".join(lines if note is None else [*lines, note])
 
 
 def as_options(cfg: Plan, model: models.LlamaConfig, seq_len: int, settings: Settings) -> str:

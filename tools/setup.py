@@ -46,6 +46,16 @@ def check_axes(table: str, **degrees: int) -> None:
             )
 
 
+def beyond_positions(model: models.LlamaConfig, positions: int) -> str | None:
+    """A word on positions that the model does not know; None where it knows all."""
+    if positions <= model.max_position:
+        return None
+    return (
+        f"note: positions reach {positions}, beyond the model's max_position_embeddings={model.max_position} "
+        f"(rope_type {model.rope.rope_type}). To stretch them, change both in its config.json."
+    )
+
+
 def check_config(cfg: Train, world: int) -> None:
     """The rules that need no file. Raises ValueError."""
     for name in ("dp", "ring", "ulysses", "steps", "log_every", "accumulate", "group", "keep"):

@@ -105,6 +105,11 @@ class Packed:
         return sum(len(doc) for doc in self.docs)
 
     @property
+    def num_positions(self) -> int:
+        """Of the longest document, or of the longest piece that a row holds of one."""
+        return min(self.seq_len, max(len(doc) for doc in self.docs))
+
+    @property
     def rows_per_epoch(self) -> int:
         return -(-self.num_tokens // self.seq_len)
 

@@ -33,29 +33,29 @@ def accumulate(
     `loss_and_grads(params, shard)` comes from `value_and_grad` of a loss that divides a sum over tokens by
     `shard.num_valid`. Each shard gets the count of all of them, so every token weighs the same however many
     valid ones its part has; the mean of the parts' means would not do that. Gradients are summed in float32
-    or wider and returned in their own dtype. Communicates what `loss_and_grads` does, for each shard.
+    or wider and returned in their own dtype; those of a part are let go before the next. Communicates what
+    `loss_and_grads` does, for each shard.
     """
     if not shards:
         raise ValueError("shards must hold at least one, got none. Pass the parts of one step's batch.")
+    if len(shards) == 1:
+        return loss_and_grads(params, shards[0])
     num_valid = torch.stack([shard.num_valid for shard in shards]).sum()
-    loss: Tensor | None = None
-    sums: list[Tensor] = []
-    leaves: list[Any] = []
-    tree: Any = None
-    for shard in shards:
+    loss, grads = loss_and_grads(params, shards[0]._replace(num_valid=num_valid))
+    sums, tree = pytree.tree_flatten(grads)
+    del grads
+    dtypes = [t.dtype if isinstance(t, Tensor) else None for t in sums]
+    for i, dtype in enumerate(dtypes):  # one leaf at a time is there twice
+        if dtype is not None:
+            sums[i] = sums[i].to(torch.promote_types(dtype, torch.float32), copy=True)
+    for shard in shards[1:]:
         value, grads = loss_and_grads(params, shard._replace(num_valid=num_valid))
-        leaves, tree = pytree.tree_flatten(grads)
-        if loss is None:
-            loss, sums = value, [_wide(t) for t in leaves if isinstance(t, Tensor)]
-        else:
-            loss = loss + value
-            for total, grad in zip(sums, (t for t in leaves if isinstance(t, Tensor)), strict=True):
+        loss = loss + value
+        for total, grad, dtype in zip(sums, pytree.tree_leaves(grads), dtypes, strict=True):
+            if dtype is not None:
                 total.add_(grad)
-    assert loss is not None
-    done = iter(sums)
-    total_leaves = [next(done).to(t.dtype) if isinstance(t, Tensor) else t for t in leaves]
-    return loss, pytree.tree_unflatten(total_leaves, tree)
-
-
-def _wide(t: Tensor) -> Tensor:
-    return t.to(torch.promote_types(t.dtype, torch.float32), copy=True)
+        del grads, grad
+    for i, dtype in enumerate(dtypes):
+        if dtype is not None:
+            sums[i] = sums[i].to(dtype)
+    return loss, pytree.tree_unflatten(sums, tree)

@@ -12,6 +12,7 @@ from typing import Unpack
 
 import torch
 
+from usp.data import MOST_TOKENS
 from usp.mesh import Table, local_shape
 from usp.models.config import LlamaConfig
 from usp.models.options import Options
@@ -42,9 +43,15 @@ def training_memory(
     `batch` rows of `seq_len` tokens are worked on at once, `accumulate` times; parameters, gradients and
     moments are of type `rest`; `options` as for the model. `clip_copies`: whether clipping makes gradients
     anew (`clip_by_global_norm`), or AdamW scales them as it reads them (`clip_scale`). `moments`: where they
-    live, "device" or "host" (`adamw_init` with an arena).
+    live, "device" or "host" (`adamw_init` with an arena). Raises ValueError for more tokens than a batch can
+    have.
     """
     where = local(cfg, table, sizes, batch=batch, seq_len=seq_len, at=at)
+    if where.rows * where.seq_len > MOST_TOKENS:
+        raise ValueError(
+            f"seq_len={where.seq_len} must leave a rank at most {MOST_TOKENS} tokens of whole rows, got "
+            f"{where.rows} rows. Use a shorter sequence or smaller batches."
+        )
     dtype = options.get("dtype") or rest
     layer = LayerBytes(
         where=where,

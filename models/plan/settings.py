@@ -200,9 +200,8 @@ def longest(
     host_bytes: int,
     **given: Unpack[Given],
 ) -> tuple[int, Settings]:
-    """The longest sequence for which `choose_settings` finds some, to 1 %, and those settings.
-
-    A multiple of 1024 tokens a rank where it is long enough. ValueError when not even the shortest fits.
+    """The longest sequence for which `choose_settings` finds some, and those settings: to 1 %, then rounded
+    down to a multiple of 1024 tokens a rank where it has as many. ValueError when not even the shortest fits.
     """
     ranks = 1
     for axis in table.tokens[1]:
@@ -212,7 +211,7 @@ def longest(
     def found(steps: int) -> Settings | None:
         try:
             return choose_settings(cfg, table, sizes, steps * step, gpu_bytes, host_bytes, **given)
-        except DoesNotFit:
+        except ValueError:
             return None
 
     try:

@@ -236,3 +236,35 @@ def test_shards_made_by_hand_are_refused() -> None:
             loss(params, shard._replace(**changed), CFG, table=TABLE, mesh=ONE)
     narrow = shard._replace(positions=shard.positions.int())
     assert torch.equal(*(loss(params, s, CFG, table=TABLE, mesh=ONE) for s in (shard, narrow)))
+
+
+def changed(params: Any, index: int, **leaves: Any) -> Any:
+    layers = list(params.layers)
+    layers[index] = layers[index]._replace(**leaves)
+    return params._replace(layers=tuple(layers))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda p: p._replace(lm_head=None), "parameter lm_head=None must be this rank's shard (101, 60)"),
+        (lambda p: changed(p, 2, bk=None), "parameter layers.2.bk=None must be this rank's shard (20,)"),
+        (
+            lambda p: changed(p, 1, bo=torch.ones(60)),
+            "parameter layers.1.bo=(60,) must be this rank's shard None",
+        ),
+        (
+            lambda p: changed(p, 2, wo=p.layers[2].wo[:, 1:]),
+            "parameter layers.2.wo=(60, 59) must be this rank's",
+        ),
+        (
+            lambda p: changed(p, 1, w_up=p.layers[1].w_up.double()),
+            "parameter layers.1.w_up=torch.float64 must be of the type of all, got embed=torch.float32",
+        ),
+    ],
+)
+def test_other_parameters_are_named(wrong: Any, message: str) -> None:
+    """Before anything is sent, and not only where they cannot be added up: a head left out is no tied one."""
+    params = wrong(init(CFG, seed=1))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        step(params, ONE, TABLE)

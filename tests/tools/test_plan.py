@@ -96,6 +96,11 @@ def test_own_settings_and_verdict(capsys: Capture) -> None:
     text = said(capsys, *words, *options, "--gpu-memory", "40GB")
     assert "DOES NOT FIT: " in text
     assert "settings: remat=attention, mlp_tile=4096, head_chunks=2" in text
+    beyond = (
+        "note: positions reach 262144, beyond the model's max_position_embeddings=40960 (rope_type default)"
+    )
+    assert beyond in text
+    assert "note: " not in said(capsys, *words, "--seq-len", "32K")
 
 
 def test_longest(capsys: Capture) -> None:
@@ -173,6 +178,26 @@ def test_a_directory(model_dir: Path, capsys: Capture) -> None:
             "stored=32 must be less than the model's layers, got num_layers=32",
         ),
         (["llama-3-8b", "--seq-len", "8", *FOUR[:2], "--accumulate", "3"], "batch_size=4 must be a multiple"),
+        (
+            ["smollm2-135m", "--seq-len", "2048M", "--remat", "full"],
+            "must leave a rank at most 2147483647 tokens",
+        ),
+        (
+            [
+                "llama-3-8b",
+                "--seq-len",
+                "1M",
+                "--ulysses",
+                "8",
+                "--table",
+                "odysseus",
+                "--remat",
+                "full",
+                "--head-chunks",
+                "2",
+            ],
+            "head_chunks=2 must be 1 where attention's weights stay cut by head",
+        ),
         (["llama-3-8b", "--seq-len", "4M", "--ulysses", "2"], "host_memory=186.3 GiB for each rank, got at"),
         (["llama-3-8b", "--seq-len", "67108864", "--dp", "2"], "must fit gpu_memory="),
         (["llama-3-8b", "--seq-len", "8", "--ulysses", "2", "--batch-size", "0"], "batch_size=0 must be"),

@@ -1,5 +1,6 @@
 """Accumulation: the parts of a batch give what the whole gives, whatever their counts of valid labels."""
 
+import weakref
 from typing import Any
 
 import pytest
@@ -76,3 +77,21 @@ def test_refused() -> None:
         split_batch(batch((5, 5, 5, 5)), 3)
     with pytest.raises(ValueError, match="shards must hold at least one"):
         accumulate(value_and_grad(loss), params(), [])
+
+
+def test_gradients_of_a_part_are_let_go() -> None:
+    """One part's gradients at most live beside the sums, and none where there is one part."""
+    alive: list[weakref.ref[Tensor]] = []
+    most = []
+
+    def of_part(p: dict[str, Any], shard: Any) -> tuple[Tensor, dict[str, Any]]:
+        most.append(sum(ref() is not None for ref in alive))
+        value, grads = value_and_grad(loss)(p, shard)
+        alive.extend(weakref.ref(t) for t in grads.values() if t is not None)
+        return value, grads
+
+    whole = batch((5, 1, 0, 3))
+    accumulate(of_part, params(), shards(whole, 4))
+    assert most == [0, 0, 0, 0]
+    _, got = accumulate(of_part, params(), shards(whole, 1))
+    assert alive[-1]() is got["head"]

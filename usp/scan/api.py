@@ -61,6 +61,11 @@ def scan(
     ValueError for options that do not exist or would have no effect, for a const or closed-over tensor that
     asks for a gradient it would not get, and when the host's memory cannot hold what is offloaded.
     """
+    if isinstance(layers, (Mapping, Tensor)) or hasattr(layers, "_fields"):
+        raise ValueError(
+            f"layers={type(layers).__name__} must be a list of trees, one for each layer. Unstack what is "
+            f"stacked along a first dimension: [tree_map(lambda t: t[i], layers) for i in range(num_layers)]."
+        )
     check_settings(remat, group, offload, arena, len(layers))
     check_no_grad("consts", consts)
     if each and len(each) != len(layers):
@@ -94,6 +99,11 @@ def _segment(
     if remat != "none" and not tracing:
         check_no_grad("block", held(block))
     with_kept = remat == "attention" or (remat == "full" and _takes_kept(block))
+    if remat == "attention" and not _takes_kept(block, surely=False):
+        raise ValueError(
+            "remat='attention' must go with a block that takes kept=, got one that does not. Hand it on to "
+            "usp.attention(..., kept=kept), or choose remat='full'."
+        )
     if compile is not None:
         if func and remat == "none" and not stored:
             raise ValueError(
@@ -125,11 +135,13 @@ def _segment(
     return (apply_stored if stored else apply_scan)(run, x, leaves, consts)
 
 
-def _takes_kept(block: Callable[..., Tensor]) -> bool:
+def _takes_kept(block: Callable[..., Tensor], *, surely: bool = True) -> bool:
+    """Whether it has such a parameter; `surely` False: or may, as it takes any name or has no signature."""
     try:
-        return "kept" in signature(block).parameters
-    except ValueError:  # a builtin has no signature
-        return False
+        found = signature(block).parameters
+    except ValueError:  # a builtin
+        return not surely
+    return "kept" in found or (not surely and any(p.kind is p.VAR_KEYWORD for p in found.values()))
 
 
 def _used(layer: Any, gather: Gather | None) -> Any:

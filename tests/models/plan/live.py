@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from usp import (
     Batch,
+    Shard,
     adamw_init,
     adamw_update,
     global_norm,
@@ -25,6 +26,7 @@ from usp import (
     shard_batch,
     value_and_grad,
 )
+from usp.accumulate import accumulate
 from usp.arena import Arena
 from usp.mesh import TABLES, build_mesh, local_shape
 from usp.mesh.bundle import stages_of
@@ -84,7 +86,12 @@ def with_data(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def step_peak(
-    cfg: models.LlamaConfig, table_name: str, degrees: dict[str, int], seq_len: int, **options: Any
+    cfg: models.LlamaConfig,
+    table_name: str,
+    degrees: dict[str, int],
+    seq_len: int,
+    parts: int = 1,
+    **options: Any,
 ) -> tuple[int, int]:
     """Device bytes at the peak, and host bytes, of the first rank's step in bfloat16 over float32."""
     world = degrees["dp"] * degrees["ring"] * degrees["ulysses"]
@@ -105,12 +112,12 @@ def step_peak(
             fields = ("tokens", "labels", "positions", "num_valid")
             shard = shard._replace(**{name: torch.empty_like(getattr(shard, name)) for name in fields})
 
-            def objective(p: Any) -> Tensor:
+            def objective(p: Any, shard: Shard) -> Tensor:
                 return models.loss(
                     p, shard, cfg, table=table, mesh=mesh, dtype=torch.bfloat16, arena=arena, **options
                 )
 
-            _, grads = value_and_grad(objective)(params)
+            _, grads = accumulate(value_and_grad(objective), params, [shard] * parts)
             grads = reduce_grads(grads, specs, mesh)
             scale = clip_scale(global_norm(grads, specs, mesh), 1.0)
             adamw_update(params, grads, state, lr=1e-5, grad_scale=scale)

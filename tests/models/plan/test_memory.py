@@ -13,7 +13,7 @@ import torch
 from tests.models.plan.live import step_peak
 from usp.mesh import TABLES
 from usp.models import LlamaConfig, choose_settings, longest, training_memory
-from usp.models.plan.settings import SPARE
+from usp.models.plan.settings import SPARE, Settings
 
 LLAMA = LlamaConfig(
     vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_layers=8, num_heads=32, num_kv_heads=8
@@ -84,6 +84,8 @@ RUNS: list[tuple[LlamaConfig, str, dict[str, int], int, dict[str, Any]]] = [
     (SMALL_HEAD, "odysseus", {"dp": 1, "ring": 1, "ulysses": 4}, 131072, KEEP),
     (FEW, "replicated", {"dp": 2, "ring": 1, "ulysses": 1}, 32768, KEEP),
     (SMALL_HEAD, "usp", TWO, 131072, {"remat": ("attention", "attention", "none", "none")}),
+    (SMALL_HEAD, "usp", TWO, 4096, {"remat": "full", "accumulate": 2}),
+    (SMALL_HEAD, "usp", TWO, 512, {"remat": "full", "accumulate": 3}),
 ]  # fmt: skip
 
 
@@ -91,7 +93,8 @@ RUNS: list[tuple[LlamaConfig, str, dict[str, int], int, dict[str, Any]]] = [
 def test_the_step_itself(
     cfg: LlamaConfig, table: str, sizes: dict[str, int], seq_len: int, options: dict[str, Any]
 ) -> None:
-    want, host = step_peak(cfg, table, sizes, seq_len, kernel="cpu", **options)
+    given = {"parts" if name == "accumulate" else name: value for name, value in options.items()}
+    want, host = step_peak(cfg, table, sizes, seq_len, kernel="cpu", **given)
     got, got_host = predicted(cfg, table, sizes, seq_len, **options)
     assert got / GIB == pytest.approx(want / GIB, rel=0.1)
     assert got_host == pytest.approx(host, rel=0.01)
@@ -130,18 +133,20 @@ def test_nothing_fits() -> None:
         choose_settings(LLAMA, TABLES["usp"], TWO, 2, 3 * 2**30, 0)
 
 
-LONG = 3 * 2**19
-
-
 def test_the_host_is_named_where_it_is_what_is_short() -> None:
     """With as much as the error asks for, and not less, the row fits."""
-    with pytest.raises(ValueError, match=r"must fit host_memory=4.0 GiB .* Use more memory") as caught:
-        choose_settings(LLAMA, TABLES["usp"], TWO, LONG, 141 * 10**9, 2**32)
+    gpu = 141 * 10**9
+    long = 11 * longest(LLAMA, TABLES["usp"], TWO, gpu, 0, compile=True)[0] // 10
+
+    def chosen(host: float) -> Settings:
+        return choose_settings(LLAMA, TABLES["usp"], TWO, long, gpu, int(host * GIB), compile=True)
+
+    with pytest.raises(ValueError, match=r"must fit host_memory=0.0 GiB .* Use more memory") as caught:
+        chosen(0)
     need = float(re.findall(r"at least ([\d.]+) GiB", str(caught.value))[0])
-    found = choose_settings(LLAMA, TABLES["usp"], TWO, LONG, 141 * 10**9, int((need + 0.05) * GIB))
-    assert found.describe() in str(caught.value)
+    assert chosen(need + 0.05).describe() in str(caught.value)
     with pytest.raises(ValueError, match="host_memory"):
-        choose_settings(LLAMA, TABLES["usp"], TWO, LONG, 141 * 10**9, int((need - 0.05) * GIB))
+        chosen(need - 0.05)
 
 
 def test_no_settings_hold_a_longer_row() -> None:
