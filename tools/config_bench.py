@@ -73,9 +73,10 @@ class Bench:
     """Folder for a Chrome trace of one step of each of our rows."""
 
     part: int | None = None
-    """Only this part of the scaling runs, counted from 0. Each part takes less than 10 minutes."""
+    """Only this part of the scaling runs, counted from 0. Each is made for less than 10 minutes; one that may
+    take longer only runs with a larger --limit."""
     dry_run: bool = False
-    """Print the commands of the parts, and run nothing."""
+    """Print the commands of the parts of the scaling, and run nothing."""
     out: Path | None = None
     """Folder that gets WHAT.json and WHAT.png; a run is added to what is there. Default: runs/bench. With
     --calibrate: the file for the rates. Default: usp/rates.json in $XDG_CACHE_HOME or ~/.cache."""
@@ -112,9 +113,10 @@ def check(cfg: Bench) -> None:
         assert field.default is not MISSING
         value = getattr(cfg, field.name)
         if value != field.default and field.name not in used:
+            those = ", ".join(what for what, names in USED.items() if field.name in names)
             raise ValueError(
-                f"{field.name}={value} must be left out where it has no effect, got {mode(cfg)}. "
-                f"Change --{field.name.replace('_', '-')}."
+                f"{field.name}={value} must be left out where it has no effect, got {mode(cfg)}; it is for "
+                f"{those}. Change --{field.name.replace('_', '-')}."
             )
     for name in ("layers", "window", "processes", "steps", "limit"):
         value = getattr(cfg, name)

@@ -58,6 +58,11 @@ class LayerBytes:
         size = -(-where.cfg.intermediate_size // cut)
         return where.tokens(where.table.mlp_x) * size * self.item
 
+    @property
+    def repacked(self) -> bool:
+        """Whether x is copied on its way to attention and back: rows of a gathered sequence come in parts."""
+        return self.where.rows > 1
+
     def _of_heads(self, tokens: int, heads: int) -> int:
         return tokens * heads * self.where.cfg.head_dim * self.item
 
@@ -97,7 +102,7 @@ class LayerBytes:
     @cached_property
     def attention_saved(self) -> int:
         """Of norm, projections and attention for the backward, without the kept results and the input."""
-        gathered = self.attn_x if self.attn_x != self.x else 0
+        gathered = (1 + self.repacked) * self.attn_x if self.attn_x != self.x else 0
         back = self.out if self.where.axis is not None or self.head_chunks > 1 else 0
         if self.head_chunks > 1:
             return back + (0 if self.chunks_norm else self.norm + gathered)
@@ -161,7 +166,7 @@ class LayerBytes:
             last = num_tiles(self.where.length(self.where.table.attn_x))
             normed = (3 if self.compiled else 6 * self.wide) * self.x // last if self.chunks_norm else 0
             return held + self.attn_x + max(chunks, normed) + weights_sums(self.where, self.item, self.wide)
-        moved = self.wide * (self.attn_x if self.attn_x != self.x else 0)
+        moved = (self.wide + 3 * self.repacked) * (self.attn_x if self.attn_x != self.x else 0)
         return held + moved + self.q + heads + self.wide * heads + self._ring(self.q, self.kv)
 
     def input_moment(self) -> int:

@@ -237,7 +237,12 @@ def test_plan_tells_the_time_once_rates_are_known(
         (["--gpus", "3"], "gpus=3 must be at most those that are visible, got 0"),
         (["--what", "scaling", "--seq-len", "8"], "must be two numbers for scaling"),
         (["--what", "scaling", "--part", "99"], "part=99 must be from 0 to"),
-        (["--window", "64"], "window=64 must be left out where it has no effect, got step"),
+        (["--window", "64"], "window=64 must be left out where it has no effect, got step; it is for memory"),
+        (["--dry-run"], "dry_run=True must be left out where it has no effect, got step; it is for scaling"),
+        (
+            ["--setting", "remat=full,", "group=2"],
+            "setting='remat=full,' must be name=value,name=value",
+        ),
         (["--what", "memory", "--window", "0"], "window=0 must be at least 1"),
         (["--setting", "tile=3"], "setting='tile=3' must use table, ring, remat"),
         (["--setting", "offload=3"], "must give offload another value, got '3'"),
@@ -253,6 +258,7 @@ def test_refused(words: list[str], match: str) -> None:
 
 def test_a_setting_in_words() -> None:
     setting = Setting.parse("remat=full,group=2,mlp_tile=None,compile=False")
+    assert Setting.parse("remat=full, group=2").group == 2
     assert (setting.remat, setting.group, setting.mlp_tile, setting.compile) == ("full", 2, None, False)
     job = Job(
         what="step", contender="usp", model="tiny", layers=2, seq_lens=(8,), processes=1, device="cpu",

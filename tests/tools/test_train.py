@@ -18,7 +18,7 @@ Run = Callable[..., CompletedProcess[str]]
 MESHES: dict[str, tuple[int, list[str]]] = {
     "one": (1, []),
     "ulysses": (2, ["--ulysses", "2"]),
-    "dp": (2, ["--dp", "2"]),
+    "dp": (2, ["--dp", "2", "--remat", "attention", "--stored", "1"]),
 }
 STEPS = 5
 

@@ -206,6 +206,12 @@ def test_lost_gradients_are_refused() -> None:
 
 
 def test_unknown_remat() -> None:
+    stacked = {"w": torch.ones(2, 3)}
+    for layers in (stacked, stacked["w"], layer(1)):
+        with pytest.raises(ValueError, match="must be a list of trees, one for each layer"):
+            scan(lambda x, w: x * w["w"], torch.ones(3), layers)
+    with pytest.raises(ValueError, match="remat='attention' must go with a block that takes kept="):
+        scan(lambda x, w: x * w["w"], torch.ones(3), [{"w": torch.ones(3)}], remat="attention")
     with pytest.raises(ValueError, match="remat='half' must be one of none, full"):
         scan(block, X, LAYERS, remat="half")
 

@@ -91,6 +91,7 @@ def step_peak(
     degrees: dict[str, int],
     seq_len: int,
     parts: int = 1,
+    rows: int = 1,
     **options: Any,
 ) -> tuple[int, int]:
     """Device bytes at the peak, and host bytes, of the first rank's step in bfloat16 over float32."""
@@ -98,7 +99,7 @@ def step_peak(
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
         mesh, table = build_mesh(device_type="cpu", **degrees), TABLES[table_name]
-        batch = Batch(torch.zeros(degrees["dp"], seq_len, dtype=torch.int64))
+        batch = Batch(torch.zeros(degrees["dp"] * rows, seq_len, dtype=torch.int64))
         shard = shard_batch(batch, table=table, mesh=mesh)
         specs, live = models.param_specs(cfg, table), Live()
         real = patch("usp.mesh.bundle.stages_of", with_data(stages_of))

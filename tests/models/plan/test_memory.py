@@ -34,10 +34,10 @@ def measured_steps() -> list[dict[str, Any]]:
 
 
 def predicted(
-    cfg: LlamaConfig, table: str, sizes: dict[str, int], seq_len: int, **options: Any
+    cfg: LlamaConfig, table: str, sizes: dict[str, int], seq_len: int, rows: int = 1, **options: Any
 ) -> tuple[int, int]:
     memory = training_memory(
-        cfg, TABLES[table], sizes, batch=sizes["dp"], seq_len=seq_len, dtype=torch.bfloat16, **options
+        cfg, TABLES[table], sizes, batch=sizes["dp"] * rows, seq_len=seq_len, dtype=torch.bfloat16, **options
     )
     return memory.peak.nbytes, memory.host
 
@@ -84,6 +84,8 @@ RUNS: list[tuple[LlamaConfig, str, dict[str, int], int, dict[str, Any]]] = [
     (SMALL_HEAD, "odysseus", {"dp": 1, "ring": 1, "ulysses": 4}, 131072, KEEP),
     (FEW, "replicated", {"dp": 2, "ring": 1, "ulysses": 1}, 32768, KEEP),
     (SMALL_HEAD, "usp", TWO, 131072, {"remat": ("attention", "attention", "none", "none")}),
+    (SMALL_HEAD, "odysseus", {"dp": 1, "ring": 1, "ulysses": 4}, 65536, {**KEEP, "rows": 2}),
+    (SMALL_HEAD, "odysseus", {"dp": 1, "ring": 1, "ulysses": 8}, 65536, {"remat": "none", "rows": 2}),
     (SMALL_HEAD, "usp", TWO, 4096, {"remat": "full", "accumulate": 2}),
     (SMALL_HEAD, "usp", TWO, 512, {"remat": "full", "accumulate": 3}),
 ]  # fmt: skip
