@@ -19,9 +19,10 @@ def value_and_grad(
     Like `jax.value_and_grad`: arguments are pytrees of floating-point tensors; gradients have their
     structure, None where no tensor is; with `has_aux`, `fn` returns (value, aux) and so does the result's
     first entry. Uses `torch.func.vjp` and frees the graph as it goes; for higher derivatives apply
-    torch.func's transforms to `fn`. On several ranks each returns the gradient of the sum of all ranks'
-    values, as far as its own shards go (see `usp.mesh.dual`). Raises ValueError when the value is not a
-    scalar, or inside a torch.func transform that differentiates (its derivative would be zero).
+    torch.func's transforms to `fn`, as a function of the tensors alone: they take no tree that holds None.
+    On several ranks each returns the gradient of the sum of all ranks' values, as far as its own shards go
+    (see `usp.mesh.dual`). Raises ValueError when the value is not a scalar, or inside a torch.func transform
+    that differentiates (its derivative would be zero).
     """
 
     def wrapped(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -29,7 +30,7 @@ def value_and_grad(
         if _differentiated():
             raise ValueError(
                 "value_and_grad must be outermost, got a call inside torch.func.grad, vjp or jvp. Use "
-                "torch.func.grad_and_value(fn) for higher derivatives."
+                "torch.func.grad_and_value for higher derivatives, on a function of the tree's tensors."
             )
         tensors, join = _split(tuple(args[n] for n in numbers))
         join_aux: list[Callable[..., Any]] = []

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 
 def levels() -> list[Any]:
@@ -25,6 +26,12 @@ def is_batched(t: Tensor) -> bool:
     """Whether t stands for many, under torch.func.vmap or for autograd's `is_grads_batched`."""
     functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
     return bool(functorch.is_batchedtensor(t) or functorch.is_legacy_batchedtensor(t))
+
+
+def has_tangent(*tensors: Tensor) -> bool:
+    """Whether one of them is a dual number of `torch.autograd.forward_ad`."""
+    duals: Any = forward_ad
+    return duals._current_level >= 0 and any(duals.unpack_dual(t).tangent is not None for t in tensors)
 
 
 def saving_hooks() -> bool:

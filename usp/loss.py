@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from usp.levels import levels, one_gradient
+from usp.levels import has_tangent, is_batched, levels, one_gradient
 from usp.products import add_product
 from usp.programs import own_programs
 
@@ -46,6 +46,7 @@ def linear_cross_entropy(
         torch.is_grad_enabled()
         and (x.requires_grad or weight.requires_grad)
         and (one_gradient() or not levels())
+        and not has_tangent(x, weight)
     ):
         return cast(Tensor, _Fused.apply(x, weight, labels, tile, compiled)[0])  # type: ignore[no-untyped-call]
     return cast(Tensor, _Transformable.apply(x, weight, labels, tile))  # type: ignore[no-untyped-call]
@@ -172,6 +173,8 @@ class _Fused(torch.autograd.Function):
 
 def scaled(x: Tensor, scale: Tensor) -> Tensor:
     """x * scale, a scalar on its device, in the dtype of x; the kernel for lists reads whole lines."""
+    if is_batched(scale):
+        return x * scale.to(x.dtype)
     (found,) = torch._foreach_mul([x], scale.to(x.dtype))  # pyright: ignore[reportPrivateImportUsage]
     return found
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.func import grad, hessian, jvp, vjp, vmap
 
 import usp.loss
@@ -205,6 +206,21 @@ def test_higher_derivatives_and_transforms() -> None:
         )
     for got, want in zip(*results, strict=True):
         assert close(got, want)
+
+
+def test_dual_numbers_and_many_gradients_at_once() -> None:
+    """Of tensors that autograd follows: forward mode beside it, and `is_grads_batched`."""
+    x, weight, labels = data()
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    along = torch.randn_like(x)
+    with forward_ad.dual_level():
+        pair = forward_ad.unpack_dual(linear_cross_entropy(forward_ad.make_dual(x, along), weight, labels))
+        assert close(pair.tangent, (grad(whole)(x.detach(), weight.detach(), labels) * along).sum())
+    value = linear_cross_entropy(x, weight, labels)
+    factors = torch.tensor([0.5, -2.0, 3.0], dtype=torch.float64)
+    many = torch.autograd.grad(value, (x, weight), factors, is_grads_batched=True)
+    for got, want in zip(many, grad(whole, BOTH)(x.detach(), weight.detach(), labels), strict=True):
+        assert close(got, factors[:, None, None] * want)
 
 
 def test_compiled_in_one_graph() -> None:
