@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
+from usp.models.plan.settings import Settings
 from usp.tools.bench.job import GIB, Row, gib_above
 
 NOTHING = "-"
@@ -42,13 +43,11 @@ def how(row: Row) -> str:
         return f"{row['again']}; MLP by {row['mlp']}, loss by {row['loss_by']}"
     if "remat" not in row:
         return NOTHING
-    remat = row["remat"]
-    if not isinstance(remat, str):
-        remat = " ".join(f"{kind} x{list(remat).count(kind)}" for kind in dict.fromkeys(remat))
-    words = [f"remat={remat}"]
-    usual = {"group": 1, "offload": "none", "mlp_tile": None, "head_chunks": 1, "moments": "device"}
-    words += [f"{name}={row[name]}" for name, value in usual.items() if row.get(name, value) != value]
-    return ", ".join(words)
+    names = ("remat", "group", "offload", "mlp_tile", "head_chunks", "moments")
+    given = {name: row[name] for name in names if name in row}
+    if not isinstance(given["remat"], str):
+        given["remat"] = tuple(given["remat"])
+    return Settings(**given).describe()
 
 
 def above(peak: str, base: str) -> Callable[[Row], str]:
