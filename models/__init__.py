@@ -10,9 +10,10 @@ from usp.models.files.convert import from_hf, load, save, to_hf
 from usp.models.layout import check_layout
 from usp.models.llama import hidden, logits, loss
 from usp.models.params import Block, Leaf, Params, abstract, init, map_params, named_leaves, param_specs
+from usp.models.plan.choose import choose_settings, longest
 from usp.models.plan.memory import training_memory
 from usp.models.plan.memory_parts import Memory
-from usp.models.plan.settings import Settings, choose_settings, longest
+from usp.models.plan.settings import Settings
 from usp.models.plan.traffic import model_traffic
 
 __all__ = [

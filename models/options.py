@@ -118,8 +118,9 @@ def _check_params(params: Params, cfg: LlamaConfig, table: Table, mesh: Mesh, *,
     for name, leaf, shape in found:
         got = None if leaf is None else tuple(leaf.shape)
         if got != shape:
+            rule = "left out" if shape is None else f"this rank's shard {shape} at rest"
             raise ValueError(
-                f"parameter {name}={got} must be this rank's shard {shape} of the configuration's, at rest. "
+                f"parameter {name}={got} must be {rule}, as the configuration has it. "
                 f"Pass the configuration, table and mesh that the parameters were made with."
             )
         if leaf is not None and not cast and leaf.dtype != params.embed.dtype:

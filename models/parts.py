@@ -31,6 +31,10 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     return weight * wide.to(x.dtype)
 
 
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
 class Parts(NamedTuple):
     """x is [B, S, D]; w a layer's weights in use. q [B, S, N, H], k and v [B, S, K, H] of the heads in w."""
 
@@ -83,7 +87,7 @@ def local_parts(cfg: LlamaConfig, compiled: bool) -> Parts:
         return flat_q(x, w), flat_k(x, w), project(x, w.wv, w.bv)
 
     def act(x: Tensor, w: Block) -> Tensor:
-        return F.silu(F.linear(x, w.w_gate, w.b_gate)) * F.linear(x, w.w_up, w.b_up)
+        return gated(F.linear(x, w.w_gate, w.b_gate), F.linear(x, w.w_up, w.b_up))
 
     def norm_act(x: Tensor, weight: Tensor, w: Block) -> Tensor:
         return act(norm(x, weight), w)

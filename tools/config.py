@@ -63,7 +63,7 @@ class Train:
     nothing. full: keep only each layer's input and compute the layer again. attention: keep the attention
     output too, and do not compute that again."""
     stored: int = 0
-    """So many of the last layers keep everything, whatever --remat says."""
+    """So many of the last layers keep everything; the others do as --remat full or attention says."""
     group: int = 1
     """Keep only the input of every group-th layer; the others are found by running the group once more."""
     offload: Literal["none", "host"] = "none"

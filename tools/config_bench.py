@@ -73,8 +73,8 @@ class Bench:
     """Folder for a Chrome trace of one step of each of our rows."""
 
     part: int | None = None
-    """Only this part of the scaling runs, counted from 0. Each is made for less than 10 minutes; one that may
-    take longer only runs with a larger --limit."""
+    """Only this part of the scaling runs, counted from 0. Each is planned for less than 10 minutes; one
+    that is foretold to take longer is left out, unless --limit is larger."""
     dry_run: bool = False
     """Print the commands of the parts of the scaling, and run nothing."""
     out: Path | None = None
@@ -116,7 +116,7 @@ def check(cfg: Bench) -> None:
             those = ", ".join(what for what, names in USED.items() if field.name in names)
             raise ValueError(
                 f"{field.name}={value} must be left out where it has no effect, got {mode(cfg)}; it is for "
-                f"{those}. Change --{field.name.replace('_', '-')}."
+                f"{those}. Leave out --{field.name.replace('_', '-')}."
             )
     for name in ("layers", "window", "processes", "steps", "limit"):
         value = getattr(cfg, name)

@@ -42,7 +42,7 @@ class Plan:
     set one of these, name another. none: nothing is computed again. full: each layer. attention: all but
     that."""
     stored: int = 0
-    """So many of the last layers keep everything, whatever --remat says."""
+    """So many of the last layers keep everything; the others do as --remat full or attention says."""
     group: int = 1
     """Keep only the input of every group-th layer."""
     offload: Literal["none", "host"] = "none"

@@ -17,7 +17,7 @@ from usp.tools import text
 from usp.tools.cli import parse
 from usp.tools.config_eval import Eval
 from usp.tools.ranks import Ranks, on_ranks
-from usp.tools.setup import beyond_positions, check_axes, check_timeout, read_model_config
+from usp.tools.setup import check_axes, check_timeout, read_model_config, tell_positions
 
 
 def check(cfg: Eval, world: int) -> None:
@@ -70,9 +70,7 @@ def run(cfg: Eval, ranks: Ranks) -> models.Evaluation:
     ranks.doing("reading the model")
     read = partial(models.from_hf, cfg.model, table=table, mesh=mesh, dtype=dtype, device=ranks.device)
     model, params = ranks.checked(read)
-    note = beyond_positions(model, data.num_positions)
-    if note is not None and ranks.first:
-        print(note, flush=True)
+    tell_positions(ranks, model, data.num_positions)
     ranks.doing("the evaluation")
     found = models.evaluate(
         params,

@@ -15,8 +15,7 @@ TIMES = {"": 1, "k": 2**10, "m": 2**20}
 def parse_tokens(text: str) -> int:
     """A number of tokens; K is 1024, M 1024 K, 1.5M 1536 K. Raises ValueError for anything else."""
     found = re.fullmatch(r"(-?\d+(?:\.\d+)?)([km]?)", text.strip().lower().replace("_", ""))
-    tokens = Fraction(found[1]) * TIMES[found[2]] if found else Fraction(1, 2)
-    if tokens.denominator != 1:
+    if found is None or (tokens := Fraction(found[1]) * TIMES[found[2]]).denominator != 1:
         raise ValueError(f"{text!r} must be a number of tokens, such as 131072, 128K or 1.5M")
     return int(tokens)
 

@@ -12,15 +12,15 @@ from usp.arena import Arena
 from usp.host import Room, rooms
 from usp.mesh import axis_sizes, coordinates
 from usp.models.options import check_how
+from usp.models.plan.choose import choose_settings
 from usp.models.plan.memory import training_memory
-from usp.models.plan.settings import choose_settings, gib
+from usp.models.plan.settings import OPTIONS, gib, with_stored
 from usp.tools.config import Train
 from usp.tools.config_plan import Plan
 from usp.tools.ranks import Ranks
 from usp.tools.setup import Mesh, Setup
 
 SPARE = 0.1  # of the host's memory
-OF_LOSS = ("remat", "group", "offload", "mlp_tile", "head_chunks")
 GIVEN = {"stored": 0, "group": 1, "offload": "none", "mlp_tile": None, "head_chunks": 1}
 
 
@@ -48,16 +48,9 @@ def check_options(cfg: Train | Plan) -> None:
 
 
 def asked_for(cfg: Train | Plan, num_layers: int) -> dict[str, Any]:
-    """Keyword arguments of `models.loss` by name, as they are given; remat for each layer with `stored`."""
-    found: dict[str, Any] = {name: getattr(cfg, name) for name in OF_LOSS}
-    if cfg.stored >= num_layers:
-        raise ValueError(
-            f"stored={cfg.stored} must be less than the model's layers, got num_layers={num_layers}. Change "
-            f"--stored, or give --remat none."
-        )
-    if cfg.stored:
-        found["remat"] = (cfg.remat,) * (num_layers - cfg.stored) + ("none",) * cfg.stored
-    return found
+    """Keyword arguments of `models.loss` by name, as they are given. ValueError for too many `stored`."""
+    found = {name: getattr(cfg, name) for name in OPTIONS}
+    return {**found, "remat": with_stored(cfg.remat, cfg.stored, num_layers)}
 
 
 def step_options(cfg: Train, setup: Setup, mesh: Mesh, ranks: Ranks) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -9,11 +11,13 @@ from typing import Any
 import torch
 
 from usp import models
+from usp.arena import Arena
 from usp.mesh import TABLES, Table
 from usp.models.files.writer import parse_size
 from usp.models.options import check_how
+from usp.models.plan.choose import usable
 from usp.models.plan.local import Local, local
-from usp.models.plan.settings import SPARE, Settings, gib
+from usp.models.plan.settings import Settings, gib
 from usp.models.plan.textbook import textbook
 from usp.models.plan.traffic import ModelTraffic
 from usp.models.plan.traffic_attention import ring_elements
@@ -21,13 +25,13 @@ from usp.models.plan.traffic_kinds import Traffic
 from usp.ring import ring_bytes
 from usp.tools.config_plan import Plan
 from usp.tools.options import asked_for, check_options
-from usp.tools.presets import GPUS, find_model
+from usp.tools.presets import GPUS, MODELS, find_model
 from usp.tools.rates import CALIBRATE, HOW, Rates, default_path, step_time, time_text
-from usp.tools.setup import beyond_positions, check_axes
+from usp.tools.setup import check_axes, positions_note
 
 COLUMNS = ("tokens", "residual", "attn_x", "q", "kv", "mlp_x")
 WEIGHTS = ("embed", "wq", "wo", "w_gate", "w_down", "norm")
-SHOWN_REASONS = 6
+SHOWN_REASONS = 5
 BOOK = (
     "  by the book, a layer's forward and backward without what is run again or chunks of heads (an element "
     "has i bytes, in a sum w)"
@@ -49,7 +53,7 @@ def plan(cfg: Plan) -> str:
         "dtype": getattr(torch, cfg.dtype),
         "compile": cfg.compile,
     }
-    seq_len, settings = cfg.seq_len, None
+    seq_len = cfg.seq_len
     if cfg.longest:
         seq_len, settings = models.longest(model, table, sizes, gpu, host, moments=cfg.moments, **given)
     elif cfg.remat == "auto":
@@ -57,22 +61,24 @@ def plan(cfg: Plan) -> str:
         settings = models.choose_settings(
             model, table, sizes, seq_len, gpu, host, moments=cfg.moments, **given
         )
+    else:
+        home = "host" if cfg.moments == "host" else "device"
+        settings = Settings(**asked_for(cfg, model.num_layers), moments=home)
     assert seq_len is not None
-    if settings is None:
-        moments = "host" if cfg.moments == "host" else "device"
-        settings = Settings(**asked_for(cfg, model.num_layers), moments=moments)
-    options, moments = settings.options(), settings.moments
-    no_arena: Any = {**options, "offload": "none"}
-    check_how(model, table=table, mesh=sizes, options=no_arena)
-    memory = models.training_memory(model, table, sizes, seq_len=seq_len, moments=moments, **given, **options)
+    options = settings.options()
+    how: Any = {**options, "arena": Arena() if settings.offload == "host" else None}
+    check_how(model, table=table, mesh=sizes, options=how)
+    memory = models.training_memory(
+        model, table, sizes, seq_len=seq_len, moments=settings.moments, **given, **options
+    )
     del given["accumulate"]
     traffic = models.model_traffic(model, table, sizes, seq_len=seq_len, **given, **options)
     where = local(model, table, sizes, batch=given["batch"], seq_len=seq_len)
-    usable = int(gpu * (1 - SPARE))
-    fits = memory.peak.nbytes <= usable and memory.host <= host
+    room = usable(gpu)
+    fits = memory.peak.nbytes <= room and memory.host <= host
     verdict = (
         f"{'fits' if fits else 'DOES NOT FIT'}: {gib(memory.peak.nbytes)} at the peak ({memory.peak.name}) "
-        f"of {gib(gpu)}, {gib(usable)} of it usable; host {gib(memory.host)} of {gib(host)}"
+        f"of {gib(gpu)}, {gib(room)} of it usable; host {gib(memory.host)} of {gib(host)}"
     )
     return "\n\n".join(
         [
@@ -90,12 +96,12 @@ def plan(cfg: Plan) -> str:
 def how_long(
     cfg: Plan, where: Local, traffic: ModelTraffic, memory: models.Memory, options: Mapping[str, Any]
 ) -> str:
-    """The time of a step, where this machine's rates were measured."""
+    """The time of a step, where the rates of such GPUs are known."""
     path = cfg.rates or default_path()
     if not path.is_file() and cfg.rates is None:
         return HOW
     rates = Rates.read(path)
-    if cfg.gpu_memory is None and cfg.gpu not in rates.device.lower():
+    if cfg.gpu_memory is None and cfg.gpu not in re.split(r"\W+", rates.device.lower()):
         return f"no step time: {path} has the rates of {rates.device}, not of {cfg.gpu}. {CALIBRATE}"
     pieces = step_time(
         where, traffic, memory, rates, dtype=getattr(torch, cfg.dtype), compile=cfg.compile,
@@ -150,25 +156,30 @@ def parse_memory(name: str, text: str) -> int:
 def headline(cfg: Plan, model: models.LlamaConfig, seq_len: int, settings: Settings) -> str:
     ranks, parts = cfg.dp * cfg.ring * cfg.ulysses, cfg.ring * cfg.ulysses
     steps = f" in {cfg.accumulate} parts" if cfg.accumulate > 1 else ""
+    gpus = f"{ranks} GPU{'s' if ranks > 1 else ''}"
     lines = [
-        f"{cfg.model}: {rows_of_step(cfg)} x {seq_len} tokens{steps} on {ranks} GPU{'s'[: ranks - 1]} (dp "
+        f"{cfg.model}: {rows_of_step(cfg)} x {seq_len} tokens{steps} on {gpus} (dp "
         f"{cfg.dp}, ring {cfg.ring}, ulysses {cfg.ulysses}), {-(-seq_len // parts)} tokens of a row a rank",
         f"settings: {settings.describe()}",
     ]
-    lines += [f"  too much: {reason}" for reason in settings.reasons[-SHOWN_REASONS:-1]]
-    note = beyond_positions(model, seq_len)
+    lines += [f"  too much: {reason}" for reason in settings.reasons[:-1][-SHOWN_REASONS:]]
+    note = positions_note(model, seq_len)
     return "\n".join(lines if note is None else [*lines, note])
 
 
 def as_options(cfg: Plan, model: models.LlamaConfig, seq_len: int, settings: Settings) -> str:
-    """The words that make `usp train` and `usp bench` do this."""
+    """The words that make `usp train`, started by torchrun on as many ranks, and `usp bench` do this."""
     chosen = settings.words()
     mesh = {name: str(getattr(cfg, name)) for name in ("dp", "ring", "ulysses") if getattr(cfg, name) > 1}
     mesh |= {"table": cfg.table} if cfg.table != "usp" else {}
     batch = {name: str(getattr(cfg, name) or 1) for name in ("batch_size", "accumulate")}
     batch = {name: number for name, number in batch.items() if number != "1"}
-    lines = ["usp train " + flags({"seq_len": str(seq_len), **mesh, **batch, **chosen})]
-    if cfg.dp == 1 and rows_of_step(cfg) == 1:
+    how: dict[str, str] = {} if cfg.dtype == "bfloat16" else {"dtype": cfg.dtype}
+    how |= {} if cfg.compile else {"compile": "off"}
+    own_model = {} if cfg.model in MODELS else {"model": cfg.model}
+    lines = ["usp train " + flags({**own_model, "seq_len": str(seq_len), **mesh, **batch, **how, **chosen})]
+    if cfg.dp == 1 and rows_of_step(cfg) == 1 and cfg.dtype == "bfloat16":
+        chosen |= {} if cfg.compile else {"compile": "False"}
         own = {name: value for name, value in mesh.items() if name != "ulysses"}
         setting = ",".join(f"{name}={value}" for name, value in {**own, **chosen}.items())
         what = {"model": cfg.model, "layers": str(model.num_layers), "gpus": str(cfg.ring * cfg.ulysses)}
@@ -178,7 +189,8 @@ def as_options(cfg: Plan, model: models.LlamaConfig, seq_len: int, settings: Set
 
 
 def flags(values: Mapping[str, str]) -> str:
-    return " ".join(f"--{name.replace('_', '-')} {value}".rstrip() for name, value in values.items())
+    words = ((f"--{name.replace('_', '-')}", *([value] if value else [])) for name, value in values.items())
+    return " ".join(shlex.join(pair) for pair in words)
 
 
 def placements(table: Table, sizes: Mapping[str, int]) -> str:

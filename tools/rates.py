@@ -24,7 +24,7 @@ from usp.models.plan.traffic import ModelTraffic
 from usp.models.plan.traffic_kinds import SHIFT, Traffic
 
 UPDATE_BYTES = 28  # AdamW in float32 reads parameter, gradient and moments, and writes all but the gradient
-CALIBRATE = "Run `usp bench --calibrate` on such a machine; --rates reads the file elsewhere."
+CALIBRATE = "Run `usp bench --calibrate` on such a machine; elsewhere give what it writes as --rates."
 HOW = f"no step time: the rates of a machine are not known. {CALIBRATE}"
 
 

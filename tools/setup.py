@@ -46,14 +46,23 @@ def check_axes(table: str, **degrees: int) -> None:
             )
 
 
-def beyond_positions(model: models.LlamaConfig, positions: int) -> str | None:
-    """A word on positions that the model does not know; None where it knows all."""
-    if positions <= model.max_position:
+def positions_note(model: models.LlamaConfig, positions: int) -> str | None:
+    """Words for a user whose rows are longer than what the model's RoPE was made for; None otherwise."""
+    rope, known = model.rope, model.max_position
+    if rope.rope_type in ("yarn", "longrope", "llama3") and rope.factor is not None:
+        known = max(known, int(rope.factor * rope.original_max_position))
+    if positions <= known:
         return None
     return (
-        f"note: positions reach {positions}, beyond the model's max_position_embeddings={model.max_position} "
-        f"(rope_type {model.rope.rope_type}). To stretch them, change both in its config.json."
+        f"note: positions reach {positions}, beyond the {known} that the model knows (rope_type "
+        f"{rope.rope_type}). To stretch them, give its config.json RoPE parameters with a factor."
     )
+
+
+def tell_positions(ranks: Ranks, model: models.LlamaConfig, positions: int) -> None:
+    note = positions_note(model, positions)
+    if note is not None and ranks.first:
+        print(note, flush=True)
 
 
 def check_config(cfg: Train, world: int) -> None:

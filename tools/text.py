@@ -106,7 +106,7 @@ class Packed:
 
     @property
     def num_positions(self) -> int:
-        """Of the longest document, or of the longest piece that a row holds of one."""
+        """A piece of a document in a row has at most so many."""
         return min(self.seq_len, max(len(doc) for doc in self.docs))
 
     @property

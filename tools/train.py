@@ -27,7 +27,7 @@ from usp.tools.loop import run_steps
 from usp.tools.options import check_options, step_options
 from usp.tools.ranks import Ranks, on_ranks
 from usp.tools.resume import State, restore, save
-from usp.tools.setup import Mesh, Setup, beyond_positions, check_config, prepare
+from usp.tools.setup import Mesh, Setup, check_config, prepare, tell_positions
 from usp.tools.stop import EXIT_CODE, Stop, Stopped
 
 STATE = "state"
@@ -57,9 +57,7 @@ def _train(cfg: Train, ranks: Ranks, stop: Stop) -> int:
     mesh: Mesh = build_mesh(**sizes, device_type=ranks.device.type) if ranks.world > 1 else sizes
     options = step_options(cfg, setup, mesh, ranks)
     home = Arena() if options.pop("moments") == "host" else None  # of the moments
-    note = beyond_positions(setup.model, setup.data.num_positions)
-    if note is not None and ranks.first:
-        print(note, flush=True)
+    tell_positions(ranks, setup.model, setup.data.num_positions)
     ranks.doing("reading the model")
     state = restore(cfg.out / STATE, setup, mesh, ranks, home) if resumed else None
     state = first_state(cfg, setup, mesh, ranks, home) if state is None else state

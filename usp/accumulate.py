@@ -54,7 +54,7 @@ def accumulate(
         for total, grad, dtype in zip(sums, pytree.tree_leaves(grads), dtypes, strict=True):
             if dtype is not None:
                 total.add_(grad)
-        del grads, grad
+        grads = grad = None
     for i, dtype in enumerate(dtypes):
         if dtype is not None:
             sums[i] = sums[i].to(dtype)

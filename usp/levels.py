@@ -31,7 +31,7 @@ def is_batched(t: Tensor) -> bool:
 def has_tangent(*tensors: Tensor) -> bool:
     """Whether one of them is a dual number of `torch.autograd.forward_ad`."""
     duals: Any = forward_ad
-    return duals._current_level >= 0 and any(duals.unpack_dual(t).tangent is not None for t in tensors)
+    return any(duals.unpack_dual(t).tangent is not None for t in tensors)
 
 
 def saving_hooks() -> bool:

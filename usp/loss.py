@@ -14,6 +14,7 @@ from usp.products import add_product
 from usp.programs import own_programs
 
 IGNORE = -100
+TilePass = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 MAX_TILE_ELEMENTS = 2**29  # logits of one tile; below 2^31, where 32-bit indexing ends
 
 
@@ -192,10 +193,10 @@ def _look(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @lru_cache(maxsize=1)
-def _compiled_look() -> Any:
-    return own_programs(_look)
+def _compiled_look() -> TilePass:
+    return cast(TilePass, own_programs(_look))
 
 
-def tile_pass(compiled: bool) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def tile_pass(compiled: bool) -> TilePass:
     """(logits [T, V], which may be written over, labels [T]) -> sum of the losses, the logits' gradient."""
-    return cast("Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]", _compiled_look() if compiled else _look)
+    return _compiled_look() if compiled else _look

@@ -21,8 +21,8 @@ from usp.models.files.hf_files import write_json
 from usp.models.files.safefile import PIECE, bytes_of, make_header
 from usp.state.files import sync
 
-_UNITS = {"": 1, **{f"{p}B": 10 ** (3 * i) for i, p in enumerate("KMGT", 1)}}
-_UNITS |= {f"{p}IB": 2 ** (10 * i) for i, p in enumerate("KMGT", 1)}
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 Produce = Callable[[str], Tensor]
 
 
@@ -40,7 +40,7 @@ class Entry:
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes in 5_000_000, "5MB", "5GB" (powers of ten) or "5GiB"."""
+    """Bytes in 5_000_000, "5MB", "5GB", "5TB" (powers of ten) or "5GiB"."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *([A-Za-z]*)", str(size).strip())
     unit = _UNITS.get(match[2].upper()) if match else None
     count = int(float(match[1]) * unit) if match and unit else 0

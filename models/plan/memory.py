@@ -49,8 +49,8 @@ def training_memory(
     where = local(cfg, table, sizes, batch=batch, seq_len=seq_len, at=at)
     if where.rows * where.seq_len > MOST_TOKENS:
         raise ValueError(
-            f"seq_len={where.seq_len} must leave a rank at most {MOST_TOKENS} tokens of whole rows, got "
-            f"{where.rows} rows. Use a shorter sequence or smaller batches."
+            f"seq_len={seq_len} must leave a rank at most {MOST_TOKENS} tokens of whole rows, got "
+            f"{where.rows} of {where.seq_len} with padding. Use a shorter sequence or smaller batches."
         )
     dtype = options.get("dtype") or rest
     layer = LayerBytes(

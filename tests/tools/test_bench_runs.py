@@ -211,3 +211,10 @@ def test_calibrate(forked: None, tmp_path: Path) -> None:
     assert (rates.device, rates.processes, rates.kernel) == ("CPU", 2, "cpu")
     assert min(v for v in rates.__dict__.values() if isinstance(v, float)) > 0
     assert rates.all_to_all is not None
+
+
+def test_passes_that_depend_on_no_length_are_measured_once(forked: None, tmp_path: Path) -> None:
+    usp([*TINY, "--what", "passes", "--seq-len", "32", "64", "--out", str(tmp_path)])
+    labels = [row["label"] for row in rows_of(tmp_path, "passes")]
+    assert labels.count("norm") == labels.count("activation, backward") == 2
+    assert labels.count("AdamW with clipping") == labels.count("loss, a tile of 64") == 1

@@ -12,6 +12,7 @@ import tyro
 from transformers import AutoConfig
 
 from usp.models import LlamaConfig
+from usp.models.config import Rope
 from usp.models.plan.settings import Settings
 from usp.tools.bench.job import Setting
 from usp.tools.cli import main as usp
@@ -19,6 +20,7 @@ from usp.tools.config import Train
 from usp.tools.config_bench import Bench
 from usp.tools.options import asked_for
 from usp.tools.presets import MODELS
+from usp.tools.setup import positions_note
 
 FOUR = ["--batch-size", "4", "--accumulate", "4"]
 Capture = pytest.CaptureFixture[str]
@@ -96,10 +98,7 @@ def test_own_settings_and_verdict(capsys: Capture) -> None:
     text = said(capsys, *words, *options, "--gpu-memory", "40GB")
     assert "DOES NOT FIT: " in text
     assert "settings: remat=attention, mlp_tile=4096, head_chunks=2" in text
-    beyond = (
-        "note: positions reach 262144, beyond the model's max_position_embeddings=40960 (rope_type default)"
-    )
-    assert beyond in text
+    assert "note: positions reach 262144, beyond the 40960 that the model knows (rope_type default)" in text
     assert "note: " not in said(capsys, *words, "--seq-len", "32K")
 
 
@@ -115,6 +114,9 @@ def test_longest(capsys: Capture) -> None:
         ["--seq-len", "128K", "--ulysses", "2"],
         ["--longest", "--ulysses", "2", "--ring", "2", "--moments", "host"],
         ["--seq-len", "32K", "--remat", "attention", "--stored", "3", "--moments", "host", "--group", "2"],
+        ["--seq-len", "32K", "--dtype", "float32", "--no-compile"],
+        ["--seq-len", "32K", "--no-compile", "--table", "odysseus", "--ulysses", "2"],
+        ["--seq-len", "32K", "--dp", "2", "--batch-size", "4", "--accumulate", "2"],
     ],
 )
 def test_what_it_says_can_be_given_to_the_others(words: list[str], capsys: Capture) -> None:
@@ -124,18 +126,41 @@ def test_what_it_says_can_be_given_to_the_others(words: list[str], capsys: Captu
     to_train, to_bench = (re.search(rf"(?m)^usp {name} (.*)", text) for name in ("train", "bench"))
     assert settings
     assert to_train
-    assert to_bench
-    again = said(capsys, "llama-3-8b", *to_train[1].split())
+    again = said(capsys, "llama-3-8b", *to_train[1].replace("--compile off", "--no-compile").split())
     same = [line for line in text.split("\n") if not line.startswith("  too much")]
     assert again.split("\n") == same
+    dtype = "float32" if "float32" in words else "auto"
     given = tyro.cli(Train, args=["--model", "m", "--data", "d", "--out", "o", *to_train[1].split()])
     assert Settings(**asked_for(given, 32), moments=given.moments).describe().startswith(settings[1])
+    assert (given.compile, given.dtype) == ("off" if "--no-compile" in words else "auto", dtype)
+    if "float32" in words or "--dp" in words:  # what the bench does not measure
+        assert to_bench is None
+        return
+    assert to_bench
     bench = tyro.cli(Bench, args=to_bench[1].split())
     (one,) = (Setting.parse(text) for text in bench.setting)
     for name, value in (pair.split("=") for pair in settings[1].split(", ")):
         assert str(getattr(one, name)) == value
-    assert Setting.parse(settings[1]) == replace(one, ring=1, label=settings[1])
+    assert one.compile is (False if "--no-compile" in words else None)
+    assert one.table == ("odysseus" if "odysseus" in words else "usp")
+    assert Setting.parse(settings[1]) == replace(one, ring=1, table="usp", compile=None, label=settings[1])
     assert bench.variants == ()
+
+
+def test_settings_in_words() -> None:
+    assert Settings(remat=("full",) * 3 + ("none",)).describe() == "remat=full, stored=1"
+    assert Settings(remat=("none", "none")).describe() == "remat=none"
+    for remat in (("full", "attention"), ("full", "none", "full"), ("none", "full")):
+        with pytest.raises(ValueError, match="must be one name, then none for the last layers"):
+            Settings(remat=remat).words()
+
+
+def test_no_note_where_the_rope_is_stretched() -> None:
+    """As Qwen writes it: yarn with a factor, and max_position_embeddings of before."""
+    rope = Rope(rope_type="yarn", factor=4.0, original_max_position=32768)
+    cfg = replace(MODELS["qwen3-4b"], max_position=32768, rope=rope)
+    assert positions_note(cfg, 131072) is None
+    assert "beyond the 131072 that the model knows (rope_type yarn)" in str(positions_note(cfg, 131073))
 
 
 def test_rows_of_a_step_are_counted_as_in_training(capsys: Capture) -> None:

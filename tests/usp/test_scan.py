@@ -206,12 +206,6 @@ def test_lost_gradients_are_refused() -> None:
 
 
 def test_unknown_remat() -> None:
-    stacked = {"w": torch.ones(2, 3)}
-    for layers in (stacked, stacked["w"], layer(1)):
-        with pytest.raises(ValueError, match="must be a list of trees, one for each layer"):
-            scan(lambda x, w: x * w["w"], torch.ones(3), layers)
-    with pytest.raises(ValueError, match="remat='attention' must go with a block that takes kept="):
-        scan(lambda x, w: x * w["w"], torch.ones(3), [{"w": torch.ones(3)}], remat="attention")
     with pytest.raises(ValueError, match="remat='half' must be one of none, full"):
         scan(block, X, LAYERS, remat="half")
 
@@ -222,3 +216,20 @@ def test_a_builtin_as_a_block() -> None:
     want = X @ weights[0].T @ weights[1].T @ weights[2].T
     for remat in ("none", "full"):
         assert torch.equal(scan(F.linear, X, weights, remat=remat), want), remat
+
+
+def test_layers_and_blocks_that_do_not_fit() -> None:
+    """Said before any layer has run."""
+    stacked, calls = {"w": torch.ones(2, 3)}, []
+
+    def times(x: Tensor, w: Any) -> Tensor:
+        calls.append(1)
+        return x * w["w"]
+
+    for layers in (stacked, stacked["w"], layer(1)):
+        with pytest.raises(ValueError, match="must be a list of trees, one for each layer"):
+            scan(times, torch.ones(3), layers)  # type: ignore[arg-type]
+    for remat in ("attention", ("full", "attention")):
+        with pytest.raises(ValueError, match="remat='attention' must go with a block that takes kept="):
+            scan(times, torch.ones(3), [{"w": torch.ones(3)}] * 2, remat=remat)
+    assert not calls

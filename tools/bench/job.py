@@ -48,7 +48,8 @@ class Setting:
         parts = text.split(",") if text else []
         if not all(part.strip() for part in parts):
             raise ValueError(
-                f"setting={text!r} must be name=value,name=value in one word. Leave out spaces, or quote it."
+                f"setting={text!r} must be name=value,name=value without empty parts. If it was several "
+                f"words, leave out the spaces, or quote it."
             )
         for part in parts:
             name, _, value = (word.strip() for word in part.partition("="))

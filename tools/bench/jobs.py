@@ -12,7 +12,8 @@ import torch
 
 from usp.mesh import TABLES
 from usp.models import LlamaConfig, check_layout
-from usp.models.plan.settings import MLP_TILE
+from usp.models.plan.candidates import MLP_TILE
+from usp.models.plan.settings import with_stored
 from usp.tools.bench.job import PLAN, Job, Setting
 from usp.tools.bench.launch import under_torchrun
 from usp.tools.bench.memory import ladder
@@ -114,6 +115,7 @@ def check_setting(setting: Setting, model: LlamaConfig, processes: int) -> None:
     sizes = {"dp": 1, "ring": setting.ring, "ulysses": processes // setting.ring}
     check_axes(setting.table, ring=sizes["ring"], ulysses=sizes["ulysses"])
     check_layout(model, mesh=sizes, table=TABLES[setting.table])
+    with_stored(setting.remat, setting.stored, model.num_layers)
 
 
 def jobs(cfg: Bench, where: Resources) -> list[Job]:

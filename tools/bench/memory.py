@@ -11,7 +11,9 @@ import torch
 from usp import models
 from usp.mesh import TABLES
 from usp.models import LlamaConfig
-from usp.models.plan.settings import HEAD_CHUNKS, MLP_TILE, SPARE
+from usp.models.plan.candidates import HEAD_CHUNKS, MLP_TILE
+from usp.models.plan.choose import SPARE
+from usp.models.plan.settings import OPTIONS
 from usp.tools.bench.job import GIB, Row, Setting
 from usp.tools.bench.shape import shape
 
@@ -22,7 +24,7 @@ GROUP = 4
 def ladder(cfg: LlamaConfig, seq_len: int, processes: int) -> tuple[Setting, ...]:
     """From everything kept to as little as possible, one step at a time where steps build on each other."""
     tile = min(MLP_TILE, max(1, seq_len // processes // 2))
-    chunks = min(HEAD_CHUNKS, -(-cfg.num_heads // processes))
+    chunks = chunks_of(cfg, processes, HEAD_CHUNKS)
     group = min(GROUP, cfg.num_layers)
     kept = Setting(label="+ attention kept", remat="attention", mlp_tile=tile)
     offloaded = replace(kept, label="+ offload", offload="host")
@@ -41,7 +43,7 @@ def ladder(cfg: LlamaConfig, seq_len: int, processes: int) -> tuple[Setting, ...
 
 def options(row: Row) -> dict[str, Any]:
     """The model's options that a row was measured with."""
-    names = ("remat", "group", "offload", "mlp_tile", "head_chunks", "moments", "compile")
+    names = (*OPTIONS, "moments", "compile")
     given = {"moments": "device", **row}
     return {**{name: given[name] for name in names}, "dtype": getattr(torch, row["dtype"])}
 
@@ -82,13 +84,13 @@ def foretold(
     """What the plan says of `local` tokens on each of `world` GPUs."""
     table, ring = scheme
     sizes = {"dp": 1, "ring": ring, "ulysses": world // ring}
-    given = {**given, "head_chunks": chunks_of(cfg, sizes["ulysses"], given)}
+    given = {**given, "head_chunks": chunks_of(cfg, sizes["ulysses"], given["head_chunks"])}
     return models.training_memory(cfg, TABLES[table], sizes, batch=1, seq_len=local * world, **given)
 
 
-def chunks_of(cfg: LlamaConfig, ulysses: int, given: Mapping[str, Any]) -> int:
-    """Head chunks as measured, or one for each head of a rank where more ranks leave it fewer heads."""
-    return min(int(given["head_chunks"]), -(-cfg.num_heads // ulysses))
+def chunks_of(cfg: LlamaConfig, ulysses: int, num_chunks: int) -> int:
+    """So many chunks of heads, or one for each head of a rank where it has fewer."""
+    return min(num_chunks, -(-cfg.num_heads // ulysses))
 
 
 def longest(
@@ -98,7 +100,10 @@ def longest(
     the host's GiB for each GPU then; 0 where not even 1024 tokens fit. With how many chunks of heads."""
 
     def fits(blocks: int) -> bool:
-        peak = foretold(cfg, world, blocks * 1024, scheme, given).peak
+        try:
+            peak = foretold(cfg, world, blocks * 1024, scheme, given).peak
+        except ValueError:  # more tokens than a batch can have
+            return False
         return peak.at_rest + times * (peak.nbytes - peak.at_rest) <= gpu_memory * (1 - SPARE)
 
     low, high = 0, 1
@@ -108,7 +113,7 @@ def longest(
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     host = foretold(cfg, world, low * 1024, scheme, given).host if low else 0
-    chunks = chunks_of(cfg, world // scheme[1], given)
+    chunks = chunks_of(cfg, world // scheme[1], given["head_chunks"])
     return {"tokens": low * 1024 * world, "host_gib": host / GIB, "head_chunks": chunks}
 
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from usp.adamw import LARGE
@@ -18,7 +17,7 @@ from usp.heads import wire
 from usp.loss import tile_pass
 from usp.mesh.packing import as_dtype
 from usp.models import LlamaConfig
-from usp.models.parts import local_parts
+from usp.models.parts import gated, local_parts
 from usp.models.rope import rope, rope_cos_sin
 from usp.optim import adamw_init, adamw_update
 from usp.programs import own_programs
@@ -27,6 +26,7 @@ from usp.tools.bench.job import Job
 from usp.tools.bench.place import Place
 from usp.tools.bench.shape import shape
 from usp.tools.bench.timing import timed
+from usp.tools.rates import UPDATE_BYTES
 from usp.wire import can_wire, to_wire
 
 COPIED = {"cuda": 2**30, "cpu": 2**22}
@@ -44,31 +44,30 @@ def run(job: Job, place: Place) -> None:
     """A row for each pass and length: milliseconds, bytes per second, and how many times the copy's time."""
     cfg, device = shape(job.model, job.layers), place.device
     rate = copies(COPIED[device.type], place)["memory"]
-    for seq_len in sorted(job.seq_lens):
-        for label, nbytes, work in passes(cfg, seq_len, place):
+    lengths = sorted(job.seq_lens)
+    for seq_len in lengths:
+        for label, nbytes, work in passes(cfg, seq_len, place, last=seq_len == lengths[-1]):
             row = {**job.facts(), "label": label, "seq_len": seq_len, "nbytes": nbytes}
             took = timed(work, device)
             row |= {"ms": took.device, "host_ms": took.host, "bytes_per_s": 1e3 * nbytes / took.device}
             place.emit({**row, "over_floor": took.device / (1e3 * nbytes / rate)})
 
 
-def passes(cfg: LlamaConfig, tokens: int, place: Place) -> Iterator[Pass]:
-    """Of a layer forward and backward, of the loss and of the optimizer, as the model runs them."""
+def passes(cfg: LlamaConfig, tokens: int, place: Place, *, last: bool) -> Iterator[Pass]:
+    """Of a layer forward and backward, as the model runs them; at the last length those, too, that do not
+    depend on it: a tile of the loss, and the optimizer."""
     made: dict[str, Any] = {"device": place.device, "dtype": place.dtype}
     compiled = place.device.type == "cuda"
     x = torch.randn(1, tokens, cfg.hidden_size, **made)
     weight = torch.randn(cfg.hidden_size, **made)
     yield from both("norm", local_parts(cfg, compiled).norm, [x, weight], read_back=(x,))
     yield from rotation(cfg, tokens, made)
-
-    def gated(gate: Tensor, up: Tensor) -> Tensor:
-        return F.silu(gate) * up
-
     gates = [torch.randn(1, tokens, cfg.intermediate_size, **made) for _ in range(2)]
     yield from both("activation", own_programs(gated) if compiled else gated, gates, read_back=gates)
     del gates
-    yield loss(cfg, tokens, made, compiled=compiled)
-    yield from of_weights(cfg, place)
+    if last:
+        yield loss(cfg, tokens, made, compiled=compiled)
+        yield from of_weights(cfg, place)
 
 
 def size(tensors: Iterable[Tensor]) -> int:
@@ -128,6 +127,6 @@ def of_weights(cfg: LlamaConfig, place: Place) -> Iterator[Pass]:
     grads, state = {"weight": narrow.float()}, adamw_init(params)
     scale = torch.ones((), device=place.device)
     yield Pass(
-        "AdamW with clipping", 7 * params["weight"].nbytes,
+        "AdamW with clipping", UPDATE_BYTES * count,
         lambda: adamw_update(params, grads, state, lr=1e-5, grad_scale=scale),
     )  # fmt: skip

@@ -26,7 +26,9 @@ from usp import (
 from usp.arena import Arena
 from usp.mesh import TABLES, build_mesh, local_shape
 from usp.models import LlamaConfig
-from usp.models.plan.settings import SPARE, candidates
+from usp.models.plan.candidates import candidates
+from usp.models.plan.choose import SPARE
+from usp.models.plan.settings import OPTIONS, with_stored
 from usp.optim import clip_scale
 from usp.tools.bench import waits
 from usp.tools.bench.job import PLAN, Job, Row, Setting
@@ -35,7 +37,6 @@ from usp.tools.bench.shape import figures, guess_seconds, shape
 from usp.tools.bench.timing import SHORT, held, largest, measure, release, repeats, wait
 
 ROOMS = (1.0, 0.9)  # of the device's memory, that a planned setting may take: the second when the first fails
-OPTIONS = ("remat", "group", "offload", "mlp_tile", "head_chunks")
 
 
 def run(job: Job, place: Place) -> None:
@@ -116,10 +117,7 @@ class Model:
         """The setting's options; for remat="plan" the fastest that fit, more cautiously each time."""
         if setting.remat != PLAN:
             options = {name: getattr(setting, name) for name in OPTIONS}
-            if setting.stored:
-                rest = self.cfg.num_layers - setting.stored
-                options["remat"] = [setting.remat] * rest + ["none"] * setting.stored
-            yield options
+            yield {**options, "remat": with_stored(setting.remat, setting.stored, self.cfg.num_layers)}
             return
         world, ring = setting.like or self.place.world, setting.ring
         sizes = {"dp": 1, "ring": ring, "ulysses": world // ring}

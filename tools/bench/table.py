@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from usp.models.plan.settings import Settings
+from usp.models.plan.settings import OPTIONS, Settings
 from usp.tools.bench.job import GIB, Row, gib_above
 
 NOTHING = "-"
@@ -43,8 +43,7 @@ def how(row: Row) -> str:
         return f"{row['again']}; MLP by {row['mlp']}, loss by {row['loss_by']}"
     if "remat" not in row:
         return NOTHING
-    names = ("remat", "group", "offload", "mlp_tile", "head_chunks", "moments")
-    given = {name: row[name] for name in names if name in row}
+    given = {name: row[name] for name in (*OPTIONS, "moments") if name in row}
     if not isinstance(given["remat"], str):
         given["remat"] = tuple(given["remat"])
     return Settings(**given).describe()

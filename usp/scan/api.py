@@ -63,11 +63,16 @@ def scan(
     """
     if isinstance(layers, (Mapping, Tensor)) or hasattr(layers, "_fields"):
         raise ValueError(
-            f"layers={type(layers).__name__} must be a list of trees, one for each layer. Unstack what is "
-            f"stacked along a first dimension: [tree_map(lambda t: t[i], layers) for i in range(num_layers)]."
+            f"layers={type(layers).__name__} must be a list of trees, one for each layer. Put one layer in "
+            f"a list; unstack what is stacked: [tree_map(lambda t: t[i], layers) for i in range(num_layers)]."
         )
     check_settings(remat, group, offload, arena, len(layers))
     check_no_grad("consts", consts)
+    if "attention" in ([remat] if isinstance(remat, str) else remat) and not _may_take_kept(block):
+        raise ValueError(
+            "remat='attention' must go with a block that takes kept=, got one that does not. Hand it on to "
+            "usp.attention(..., kept=kept), or choose remat='full'."
+        )
     if each and len(each) != len(layers):
         raise ValueError(f"each={len(each)} must go with layers={len(layers)}. Give one mapping per layer.")
     segments = _segments(remat, len(layers))
@@ -99,11 +104,6 @@ def _segment(
     if remat != "none" and not tracing:
         check_no_grad("block", held(block))
     with_kept = remat == "attention" or (remat == "full" and _takes_kept(block))
-    if remat == "attention" and not _takes_kept(block, surely=False):
-        raise ValueError(
-            "remat='attention' must go with a block that takes kept=, got one that does not. Hand it on to "
-            "usp.attention(..., kept=kept), or choose remat='full'."
-        )
     if compile is not None:
         if func and remat == "none" and not stored:
             raise ValueError(
@@ -135,13 +135,20 @@ def _segment(
     return (apply_stored if stored else apply_scan)(run, x, leaves, consts)
 
 
-def _takes_kept(block: Callable[..., Tensor], *, surely: bool = True) -> bool:
-    """Whether it has such a parameter; `surely` False: or may, as it takes any name or has no signature."""
+def _takes_kept(block: Callable[..., Tensor]) -> bool:
+    try:
+        return "kept" in signature(block).parameters
+    except ValueError:  # a builtin has no signature
+        return False
+
+
+def _may_take_kept(block: Callable[..., Tensor]) -> bool:
+    """Whether it has such a parameter, or takes any name, or does not say."""
     try:
         found = signature(block).parameters
-    except ValueError:  # a builtin
-        return not surely
-    return "kept" in found or (not surely and any(p.kind is p.VAR_KEYWORD for p in found.values()))
+    except ValueError:
+        return True
+    return "kept" in found or any(p.kind is p.VAR_KEYWORD for p in found.values())
 
 
 def _used(layer: Any, gather: Gather | None) -> Any:

@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from usp import attention
 from usp.mesh import TABLES
 from usp.models import LlamaConfig, training_memory
-from usp.models.plan.settings import SPARE, gib
+from usp.models.plan.choose import SPARE
+from usp.models.plan.settings import gib
 from usp.tools.bench.job import Job, Row
 from usp.tools.bench.place import Place
 from usp.tools.bench.shape import figures, guess_seconds, shape
