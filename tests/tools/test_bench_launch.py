@@ -56,7 +56,11 @@ def test_one_bad_contender_leaves_the_others(made_up: None, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGINT])
 def test_told_to_end(
-    told: signal.Signals, made_up: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    told: signal.Signals,
+    made_up: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     """What was started ends too, and what was measured is kept."""
     children, start, pid = [], launch.start, os.getpid()
@@ -72,6 +76,8 @@ def test_told_to_end(
         os.kill(pid, told)
 
     monkeypatch.setattr(launch, "start", started)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     threading.Thread(target=tell, daemon=True).start()
     words = ["bench", "--seq-len", "64", "--gpus", "1", "--limit", "50", "--out", str(tmp_path)]
     with pytest.raises(SystemExit) as ended:
