@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -25,9 +24,10 @@ from usp.models.plan.traffic_kinds import Traffic
 from usp.ring import ring_bytes
 from usp.tools.config_plan import Plan
 from usp.tools.options import asked_for, check_options
-from usp.tools.presets import GPUS, MODELS, find_model
+from usp.tools.plan_options import as_options
+from usp.tools.presets import GPUS, find_model
 from usp.tools.rates import CALIBRATE, HOW, Rates, default_path, step_time, time_text
-from usp.tools.setup import check_axes, positions_note
+from usp.tools.setup import check_axes, check_rows, positions_note, rows_of_step
 
 COLUMNS = ("tokens", "residual", "attn_x", "q", "kv", "mlp_x")
 WEIGHTS = ("embed", "wq", "wo", "w_gate", "w_down", "norm")
@@ -111,10 +111,6 @@ def how_long(
     return time_text(pieces, rates, cfg.dp * cfg.ring * cfg.ulysses, rows_of_step(cfg) * where.seq_len)
 
 
-def rows_of_step(cfg: Plan) -> int:
-    return cfg.batch_size or cfg.dp * cfg.accumulate
-
-
 def check(cfg: Plan) -> None:
     if cfg.longest and cfg.seq_len is not None:
         raise ValueError(
@@ -134,11 +130,7 @@ def check(cfg: Plan) -> None:
     check_axes(cfg.table, ring=cfg.ring, ulysses=cfg.ulysses)
     if cfg.gpu not in GPUS:
         raise ValueError(f"gpu={cfg.gpu} must be one of {', '.join(GPUS)}. Or give --gpu-memory.")
-    if cfg.batch_size is not None and (cfg.batch_size < 1 or cfg.batch_size % (cfg.dp * cfg.accumulate)):
-        raise ValueError(
-            f"batch_size={cfg.batch_size} must be a multiple of dp * accumulate, got dp={cfg.dp} accumulate="
-            f"{cfg.accumulate}. Change --batch-size."
-        )
+    check_rows(cfg)
     check_options(cfg)
     if cfg.longest and cfg.remat != "auto":
         raise ValueError(f"longest=True must choose the settings, got remat={cfg.remat}. Leave --remat out.")
@@ -165,32 +157,6 @@ def headline(cfg: Plan, model: models.LlamaConfig, seq_len: int, settings: Setti
     lines += [f"  too much: {reason}" for reason in settings.reasons[:-1][-SHOWN_REASONS:]]
     note = positions_note(model, seq_len)
     return "\n".join(lines if note is None else [*lines, note])
-
-
-def as_options(cfg: Plan, model: models.LlamaConfig, seq_len: int, settings: Settings) -> str:
-    """The words that make `usp train`, started by torchrun on as many ranks, and `usp bench` do this."""
-    chosen = settings.words()
-    mesh = {name: str(getattr(cfg, name)) for name in ("dp", "ring", "ulysses") if getattr(cfg, name) > 1}
-    mesh |= {"table": cfg.table} if cfg.table != "usp" else {}
-    batch = {name: str(getattr(cfg, name) or 1) for name in ("batch_size", "accumulate")}
-    batch = {name: number for name, number in batch.items() if number != "1"}
-    how: dict[str, str] = {} if cfg.dtype == "bfloat16" else {"dtype": cfg.dtype}
-    how |= {} if cfg.compile else {"compile": "off"}
-    own_model = {} if cfg.model in MODELS else {"model": cfg.model}
-    lines = ["usp train " + flags({**own_model, "seq_len": str(seq_len), **mesh, **batch, **how, **chosen})]
-    if cfg.dp == 1 and rows_of_step(cfg) == 1 and cfg.dtype == "bfloat16":
-        chosen |= {} if cfg.compile else {"compile": "False"}
-        own = {name: value for name, value in mesh.items() if name != "ulysses"}
-        setting = ",".join(f"{name}={value}" for name, value in {**own, **chosen}.items())
-        what = {"model": cfg.model, "layers": str(model.num_layers), "gpus": str(cfg.ring * cfg.ulysses)}
-        only = {"peers": "none", "variants": "", "setting": setting}
-        lines.append("usp bench " + flags({**what, "seq_len": str(seq_len), **only}))
-    return "\n".join(lines)
-
-
-def flags(values: Mapping[str, str]) -> str:
-    words = ((f"--{name.replace('_', '-')}", *([value] if value else [])) for name, value in values.items())
-    return " ".join(shlex.join(pair) for pair in words)
 
 
 def placements(table: Table, sizes: Mapping[str, int]) -> str:

@@ -17,6 +17,7 @@ from usp.models.options import check_kernel
 from usp.models.plan.local import padded_length
 from usp.tools import facts, text
 from usp.tools.config import Train
+from usp.tools.config_plan import Plan
 from usp.tools.ranks import MOST_SECONDS, Ranks, can_wait
 
 Mesh = DeviceMesh | Mapping[str, int]
@@ -44,6 +45,18 @@ def check_axes(table: str, **degrees: int) -> None:
                 f"{axis}={degree} must be 1 where it cuts nothing, got table={table}. "
                 "Choose another --table, or more --dp."
             )
+
+
+def rows_of_step(cfg: Train | Plan) -> int:
+    return cfg.batch_size or cfg.dp * cfg.accumulate
+
+
+def check_rows(cfg: Train | Plan) -> None:
+    if cfg.batch_size is not None and (cfg.batch_size < 1 or cfg.batch_size % (cfg.dp * cfg.accumulate)):
+        raise ValueError(
+            f"batch_size={cfg.batch_size} must be a multiple of dp * accumulate, got dp={cfg.dp} "
+            f"accumulate={cfg.accumulate}. Change --batch-size, --dp or --accumulate."
+        )
 
 
 def positions_note(model: models.LlamaConfig, positions: int) -> str | None:
@@ -80,12 +93,7 @@ def check_config(cfg: Train, world: int) -> None:
             f"seq_len={cfg.seq_len} must be at least {shortest}, got ring={cfg.ring} ulysses={cfg.ulysses}. "
             "Use a longer --seq-len."
         )
-    parts = cfg.dp * cfg.accumulate
-    if cfg.batch_size is not None and (cfg.batch_size < 1 or cfg.batch_size % parts):
-        raise ValueError(
-            f"batch_size={cfg.batch_size} must be a multiple of dp * accumulate, got dp={cfg.dp} "
-            f"accumulate={cfg.accumulate}. Change --batch-size, --dp or --accumulate."
-        )
+    check_rows(cfg)
     if cfg.save_every is not None and cfg.save_every < 1:
         raise ValueError(f"save_every={cfg.save_every} must be at least 1. Change --save-every.")
     check_timeout(cfg.timeout)
@@ -154,5 +162,5 @@ def prepare(cfg: Train, ranks: Ranks) -> Setup:
         table=table,
         dtype=dtype,
         data=text.Packed(docs=docs, seq_len=cfg.seq_len, seed=cfg.seed),
-        num_rows=cfg.batch_size or cfg.dp * cfg.accumulate,
+        num_rows=rows_of_step(cfg),
     )

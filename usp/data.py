@@ -48,6 +48,15 @@ class Shard(NamedTuple):
     packed: bool
 
 
+def check_tokens(num_rows: int, group: int, padded: int) -> None:
+    """ValueError where `group` of the batch's rows, those of one rank, are more than kernels count."""
+    if group * padded > MOST_TOKENS:
+        raise ValueError(
+            f"batch size={num_rows} must leave a rank at most {MOST_TOKENS} tokens of whole rows, got "
+            f"S={padded} and {group} rows. Use fewer rows at a time, or shorter ones."
+        )
+
+
 def shard_batch(
     batch: Batch, *, table: Table, mesh: MeshLike, device: torch.device | str | None = None
 ) -> Shard:
@@ -71,11 +80,7 @@ def shard_batch(
     parts = math.lcm(math.prod(sizes[a] for a in table.tokens[1]), unit(degree))
     padded = -(-seq_len // parts) * parts
     group = num_rows // num_dp  # rows of one rank
-    if group * padded > MOST_TOKENS:
-        raise ValueError(
-            f"batch size={num_rows} must leave a rank at most {MOST_TOKENS} tokens of whole rows, got "
-            f"S={padded} and {group} rows. Use fewer rows at a time."
-        )
+    check_tokens(num_rows, group, padded)
     targets, positions = shifted(labels, bounds), torch.empty_like(tokens)
     for row, edges in enumerate(bounds):
         for start, stop in pairwise(edges):

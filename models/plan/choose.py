@@ -71,6 +71,7 @@ class DoesNotFit(ValueError):
 
 
 def usable(gpu_bytes: int) -> int:
+    """Of a device's memory, what a step may take."""
     return int(gpu_bytes * (1 - SPARE))
 
 

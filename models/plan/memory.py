@@ -12,7 +12,7 @@ from typing import Unpack
 
 import torch
 
-from usp.data import MOST_TOKENS
+from usp.data import check_tokens
 from usp.mesh import Table, local_shape
 from usp.models.config import LlamaConfig
 from usp.models.options import Options
@@ -47,11 +47,7 @@ def training_memory(
     have.
     """
     where = local(cfg, table, sizes, batch=batch, seq_len=seq_len, at=at)
-    if where.rows * where.seq_len > MOST_TOKENS:
-        raise ValueError(
-            f"seq_len={seq_len} must leave a rank at most {MOST_TOKENS} tokens of whole rows, got "
-            f"{where.rows} of {where.seq_len} with padding. Use a shorter sequence or smaller batches."
-        )
+    check_tokens(batch, where.rows, where.seq_len)
     dtype = options.get("dtype") or rest
     layer = LayerBytes(
         where=where,

@@ -166,7 +166,7 @@ class LayerBytes:
             last = num_tiles(self.where.length(self.where.table.attn_x))
             normed = (3 if self.compiled else 6 * self.wide) * self.x // last if self.chunks_norm else 0
             return held + self.attn_x + max(chunks, normed) + weights_sums(self.where, self.item, self.wide)
-        # three more: x that came in parts, and its gradient before it is dealt out, whole and in parts
+        # with several rows three more, by the count of what lives in the step itself (tests/models/plan)
         moved = (self.wide + 3 * self.repacked) * (self.attn_x if self.attn_x != self.x else 0)
         return held + moved + self.q + heads + self.wide * heads + self._ring(self.q, self.kv)
 

@@ -12,7 +12,7 @@ from usp import models
 from usp.mesh import TABLES
 from usp.models import LlamaConfig
 from usp.models.plan.candidates import HEAD_CHUNKS, MLP_TILE
-from usp.models.plan.choose import SPARE
+from usp.models.plan.choose import usable
 from usp.models.plan.settings import OPTIONS
 from usp.tools.bench.job import GIB, Row, Setting
 from usp.tools.bench.shape import shape
@@ -104,7 +104,7 @@ def longest(
             peak = foretold(cfg, world, blocks * 1024, scheme, given).peak
         except ValueError:  # more tokens than a batch can have
             return False
-        return peak.at_rest + times * (peak.nbytes - peak.at_rest) <= gpu_memory * (1 - SPARE)
+        return peak.at_rest + times * (peak.nbytes - peak.at_rest) <= usable(gpu_memory)
 
     low, high = 0, 1
     while fits(high):

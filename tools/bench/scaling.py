@@ -13,6 +13,7 @@ from usp import models
 from usp.mesh import TABLES
 from usp.models import LlamaConfig
 from usp.tools.bench.job import PLAN, Row, Setting
+from usp.tools.bench.memory import chunks_of
 from usp.tools.bench.shape import guess_seconds, shape
 from usp.tools.bench.timing import repeats
 from usp.tools.flops import flops_per_token
@@ -60,7 +61,7 @@ class Part(NamedTuple):
 def schemes(cfg: LlamaConfig, n: int, like: int) -> Iterator[Setting]:
     """Those that exist on `n` processes, with the fastest options that fit on `like` (0: on these)."""
     yield Setting(label=f"ulysses {n}", variant="ulysses", remat=PLAN, like=like)
-    chunks = min(CHUNKS, -(-cfg.num_heads // n))
+    chunks = chunks_of(cfg, n, CHUNKS)
     if chunks > 1:
         label = f"ulysses {n}, {chunks} head chunks"
         yield Setting(label=label, variant="head chunks", remat=PLAN, head_chunks=chunks, like=like)

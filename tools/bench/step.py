@@ -27,7 +27,7 @@ from usp.arena import Arena
 from usp.mesh import TABLES, build_mesh, local_shape
 from usp.models import LlamaConfig
 from usp.models.plan.candidates import candidates
-from usp.models.plan.choose import SPARE
+from usp.models.plan.choose import usable
 from usp.models.plan.settings import OPTIONS, with_stored
 from usp.optim import clip_scale
 from usp.tools.bench import waits
@@ -122,7 +122,7 @@ class Model:
         world, ring = setting.like or self.place.world, setting.ring
         sizes = {"dp": 1, "ring": ring, "ulysses": world // ring}
         seq_len = seq_len * world // self.place.world
-        gpu = self.place.memory() * (1 - SPARE)
+        gpu = usable(self.place.memory())
         for room in ROOMS:
             for one in candidates(self.cfg, self.table, sizes, seq_len, moments=self.moments):
                 options = replace(one, head_chunks=max(one.head_chunks, setting.head_chunks)).options()

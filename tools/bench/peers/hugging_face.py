@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from usp import attention
 from usp.mesh import TABLES
 from usp.models import LlamaConfig, training_memory
-from usp.models.plan.choose import SPARE
+from usp.models.plan.choose import usable
 from usp.models.plan.settings import gib
 from usp.tools.bench.job import Job, Row
 from usp.tools.bench.place import Place
@@ -164,7 +164,7 @@ def how_often(variant: str, cfg: LlamaConfig, seq_len: int, place: Place) -> int
         ).peak.nbytes
         for remat in ("none", "full")
     )
-    room = place.memory() * (1 - SPARE)
+    room = usable(place.memory())
     for every, needed in ((0, none), (2, (none + full) // 2)):
         if needed * LIKELY <= room:
             return every
