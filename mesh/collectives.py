@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -64,7 +65,7 @@ def start_exchange(x: Tensor, group: str, send: Sequence[int], receive: Sequence
 def all_gather(x: Tensor, group: str, *, dim: int, length: int, parts: int) -> Tensor:
     """Join the shards of a dimension of `length` cut by the ceil rule over `parts` ranks."""
     front = _pad_front(_bits(x).movedim(dim, 0), -(-length // parts))
-    full: Tensor = _ops.wait_tensor(_ops.all_gather_into_tensor(front, parts, group))
+    full: Tensor = _ops.wait_tensor(gather(front, group, parts))
     return full[:length].view(x.dtype).movedim(0, dim)
 
 
@@ -90,10 +91,22 @@ def start_shift(x: Tensor, group: str, index: int, parts: int) -> Tensor:
     return started.view(x.dtype)
 
 
+def gather(x: Tensor, group: str, parts: int) -> Tensor:
+    """Under way: contiguous [n, ...] of a type that the backend knows -> [parts * n, ...]; `wait` for it.
+
+    On the CPU by the operator with `out`: the other one becomes gloo's ALLGATHER_COALESCED, and gloo's worker
+    threads note the name of what they ended in one string that nothing locks. When two end at once, a name
+    of more than 15 letters, which needs memory of its own, is freed twice: the process dies, now or later.
+    """
+    if x.device.type != "cpu":
+        return cast(Tensor, _ops.all_gather_into_tensor(x, parts, group))
+    whole = x.new_empty(parts * x.shape[0], *x.shape[1:])
+    return cast(Tensor, _ops.all_gather_into_tensor_out(x, parts, group, out=whole))
+
+
 def start_all_gather(x: Tensor, group: str, parts: int) -> Tensor:
     """All ranks' flat x, equally long, one after the other; `wait` for it."""
-    started: Tensor = _ops.all_gather_into_tensor(_bits(x), parts, group)
-    return started.view(x.dtype)
+    return gather(_bits(x), group, parts).view(x.dtype)
 
 
 def start_reduce_scatter(x: Tensor, group: str, parts: int) -> Tensor:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from usp.mesh.collectives import gather
 from usp.mesh.devices import MeshLike, group_name
 from usp.mesh.spec import Axes
 
@@ -42,11 +43,14 @@ def _places(sizes: dict[str, int]) -> list[tuple[int, ...]]:
 
 def gather_flat(x: Tensor, stage: tuple[str, int]) -> Tensor:
     """Under way: [n] -> [parts * n]; to be waited for."""
-    return cast(Tensor, _ops.all_gather_into_tensor(x.view(-1), stage[1], stage[0]))
+    return gather(x.view(-1), *stage)
 
 
 def gather_each(tensors: list[Tensor], stage: tuple[str, int]) -> list[Tensor]:
-    """Under way, as one collective: each [n, ...] -> [parts * n, ...]; each to be waited for."""
+    """Under way, as one collective: each [n, ...] -> [parts * n, ...]; each to be waited for.
+
+    Not on the CPU: gloo is not safe with it (see `usp.mesh.collectives.gather`).
+    """
     return list(_ops.all_gather_into_tensor_coalesced(tensors, stage[1], stage[0]))
 
 

@@ -29,8 +29,9 @@ class Pending:
 def start_gather(
     stages: Stages, slots: Sequence[Slot], shards: Sequence[Tensor], dtype: torch.dtype
 ) -> tuple[Sequence[Slot], Pending]:
-    """Leaves whose parts, one after the other, are the leaf travel as they are; others in one flat buffer."""
-    if len(stages) == 1 and all(s.in_order for s in slots):
+    """Leaves whose parts, one after the other, are the leaf travel as they are; others in one flat buffer, as
+    do all on the CPU (see `gather_each`)."""
+    if len(stages) == 1 and all(s.in_order for s in slots) and shards[0].device.type != "cpu":
         started = gather_each(as_dtype(shards, dtype), stages[0])
         return slots, Pending(lambda: [_ops.wait_tensor(t) for t in started])
     flat = pack_shards(slots, shards, dtype)

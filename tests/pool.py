@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import tempfile
 import time
@@ -9,6 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -19,7 +21,13 @@ from tests.forked import forked
 from tests.gloo import share_transport
 
 
+def _crash_file(folder: str, rank: int) -> Path:
+    """Where a rank that is killed by a signal says which calls its threads were in."""
+    return Path(folder) / f"crash-{rank}"
+
+
 def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
+    faulthandler.enable(_crash_file(folder, rank).open("w"))
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     share_transport()
@@ -84,7 +92,7 @@ class Pool:
                     result, error = pipe.recv()
                 except EOFError:
                     self._children[rank].join(2.0)
-                    result, error = None, f"ended with exit code {self._children[rank].exitcode}"
+                    result, error = None, self._how_it_ended(rank)
                 if error is None:
                     results[rank] = result
                 else:
@@ -94,6 +102,11 @@ class Pool:
             late = sorted(set(range(self.world_size)) - set(results))
             errors = dict.fromkeys(late, f"no result within {timeout} s")
         return results, errors
+
+    def _how_it_ended(self, rank: int) -> str:
+        assert self._folder is not None
+        stacks = _crash_file(self._folder.name, rank).read_text()
+        return f"ended with exit code {self._children[rank].exitcode}\n{stacks}"
 
     def stop(self) -> None:
         for child in self._children:

@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.func import grad, jvp, vjp, vmap
 
+from tests.comm import Comm
 from tests.mesh.cases import Sizes, assert_stands_for, dense, mesh_of, outside, shard
 from tests.pool import Pool
 from usp import value_and_grad
@@ -44,15 +44,6 @@ CASES: dict[str, tuple[Sizes, Leaves, int]] = {  # mesh, leaves, collectives eac
     "one rank": ((1, 1, 1), WHOLE, 0),
     "two of three axes": ((2, 2, 1), PART, 1),
 }
-NAMES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
-
-
-def counts(mode: CommDebugMode) -> dict[str, int]:
-    found = dict.fromkeys(NAMES, 0)
-    for op, n in mode.get_comm_counts().items():
-        for name in NAMES:
-            found[name] += n if name in str(op) else 0
-    return {name: n for name, n in found.items() if n}
 
 
 class Problem:
@@ -106,11 +97,11 @@ def in_two_halves(case: str, late: bool, world: int = 4) -> None:
         return p.apart(late, *x)
 
     numbers = tuple(range(len(p.x)))
-    with CommDebugMode() as together:
+    with Comm() as together:
         grad(p.loss, numbers)(*p.x)
-    with CommDebugMode() as both:
+    with Comm() as both:
         by_func = grad(loss, numbers)(*p.x)
-    assert counts(both) == counts(together)
+    assert both.kinds() == together.kinds()
     _, by_usp = value_and_grad(loss, numbers)(*p.x)
     leaves = [t.clone().requires_grad_() for t in p.x]
     value = loss(*leaves)
@@ -139,21 +130,21 @@ def one_collective(case: str) -> None:
     if p.out:
         return
     numbers = tuple(range(len(p.x)))
-    with CommDebugMode() as forward:
+    with Comm() as forward:
         got = p.bundle.start(p.x).wait()
     for y, X, dst in zip(got, p.X, p.dsts, strict=True):
         assert y is not None
         assert_stands_for(y, dst, p.mesh, X)
-    assert counts(forward) == ({"all_gather": p.count} if p.count else {})
-    with CommDebugMode() as backward:
+    assert forward.kinds() == ({"all_gather": p.count} if p.count else {})
+    with Comm() as backward:
         back = p.bundle.start_transpose(p.c, [t.dtype for t in p.x]).wait()
-    assert counts(backward) == ({"reduce_scatter": p.count} if p.count else {})
+    assert backward.kinds() == ({"reduce_scatter": p.count} if p.count else {})
     for g, C, src in zip(back, p.C, p.srcs, strict=True):
         assert g is not None
         assert_stands_for(g, dual(src, p.mesh), p.mesh, C)
-    with CommDebugMode() as both:
+    with Comm() as both:
         grads = grad(p.loss, numbers)(*p.x)
-    assert sum(counts(both).values()) == 2 * p.count
+    assert sum(both.kinds().values()) == 2 * p.count
     leaves = [t.clone().requires_grad_() for t in p.x]
     by_autograd = torch.autograd.grad(p.loss(*leaves), leaves)
     pull: Any = vjp(p.loss, *p.x)[1]
@@ -199,7 +190,7 @@ def test_every_transform(case: str, ranks: Pool) -> None:
 def narrow(case: str) -> None:
     """bfloat16 on the wire, sums in float32, gradients in the dtype at rest."""
     p = Problem(case, torch.bfloat16, torch.float32)
-    with CommDebugMode():
+    with Comm():
         used = p.bundle.start(p.x).wait()
     for y, X, dst in zip(used, p.X, p.dsts, strict=True):
         assert y is not None
@@ -245,11 +236,11 @@ def frozen_and_other_moves() -> None:
         assert y is not None
         assert_stands_for(y, dst, mesh, whole)
         assert torch.equal(y, redistribute(shard(whole, src, mesh), src, dst, mesh, shape=tuple(whole.shape)))
-    with CommDebugMode() as mode:
+    with Comm() as mode:
         back = bundle.start_transpose([None, torch.ones(5), None], [None, torch.float32, None]).wait()
     assert back[0] is None
     assert back[2] is None
-    assert counts(mode) == {"reduce_scatter": 1}
+    assert mode.kinds() == {"reduce_scatter": 1}
     assert back[1] is not None
     assert torch.equal(back[1], torch.full_like(x[1], 4.0).float())
 
@@ -262,7 +253,7 @@ def axis_by_axis() -> None:
     """Where the mesh is a part of the world (made believe here), several axes are gathered one by one."""
     with patch("torch.distributed.get_world_size", return_value=8):
         p = Problem("the world")
-    with CommDebugMode() as mode:
+    with Comm() as mode:
         got = p.bundle.start(p.x).wait()
         back = p.bundle.start_transpose(p.c, [t.dtype for t in p.x]).wait()
     for y, g, X, C, src, dst in zip(got, back, p.X, p.C, p.srcs, p.dsts, strict=True):
@@ -270,7 +261,7 @@ def axis_by_axis() -> None:
         assert g is not None
         assert_stands_for(y, dst, p.mesh, X)
         assert_stands_for(g, dual(src, p.mesh), p.mesh, C)
-    assert counts(mode) == {"all_gather": 2, "reduce_scatter": 2}
+    assert mode.kinds() == {"all_gather": 2, "reduce_scatter": 2}
 
 
 def test_axis_by_axis(ranks: Pool) -> None:
@@ -282,11 +273,11 @@ def own_group() -> None:
     mesh = mesh_of((2, 1, 2))
     bundle = Bundle([P(ALL)], [P(None)], mesh, [(6,)], group=str(group.group_name))
     whole = dense((6,))
-    with CommDebugMode() as mode:
+    with Comm() as mode:
         (got,) = bundle.start([shard(whole, P(ALL), mesh)]).wait()
     assert got is not None
     assert torch.equal(got, whole)
-    assert counts(mode) == {"all_gather": 1}
+    assert mode.kinds() == {"all_gather": 1}
 
 
 def test_a_group_of_its_own(ranks: Pool) -> None:

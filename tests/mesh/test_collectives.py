@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.func import grad, jvp, vmap
 
+from tests.comm import counted
 from tests.mesh.cases import assert_stands_for, dense, mesh_of, shard, specs_2d
 from tests.mesh.test_dtensor import wrap
 from tests.pool import Pool
@@ -18,20 +18,6 @@ from usp.mesh import P, dual, plan, redistribute
 Check = Callable[[], None]
 RU = ("ring", "ulysses")
 SEQ, HEADS = P("dp", RU, None), P("dp", "ring", "ulysses")
-NAMES = {
-    "all_to_all_single": "all_to_all",
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "all_reduce": "all_reduce",
-}
-
-
-def counted(fn: Callable[[], object]) -> dict[str, int]:
-    """Collectives that `fn` runs, by the names of `Step.kind`."""
-    with CommDebugMode() as mode:
-        fn()
-    counts = {str(op).rpartition(".")[2]: n for op, n in mode.get_comm_counts().items() if n}
-    return {NAMES[name]: n for name, n in counts.items()}
 
 
 def tally(kinds: tuple[str, ...]) -> dict[str, int]:

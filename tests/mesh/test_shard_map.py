@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.func import grad, grad_and_value, jvp, vjp, vmap
 
+from tests.comm import Comm, counted
 from tests.mesh.cases import Sizes, dense, mesh_of
 from tests.mesh.test_dtensor import assert_is, wrap
 from tests.pool import Pool
@@ -164,19 +164,13 @@ def replicated_both_ways(sizes: Sizes, shape: tuple[int, int, int]) -> None:
     close(grad(lambda y: (moved(y) * moved(y)).sum())(y), 8 * X)
 
 
-def counted(fn: Callable[[], Any]) -> dict[str, int]:
-    with CommDebugMode() as mode:
-        fn()
-    return {str(op).rpartition(".")[2]: n for op, n in mode.get_comm_counts().items() if n}
-
-
 def communicates(sizes: Sizes, shape: tuple[int, int, int]) -> None:
     """Nothing but what fn does, and one all-reduce per replicated tensor in the backward."""
     c = Case(sizes, shape)
     axes = sum(size > 1 for size in c.mesh.shape)  # a collective over several axes is one per axis
-    assert counted(lambda: c.forward()(c.x, c.w)) == {"all_to_all_single": 2 * axes}
+    assert counted(lambda: c.forward()(c.x, c.w)) == {"all_to_all": 2 * axes}
     backward = counted(lambda: grad(c.loss(), argnums=(0, 1))(c.x, c.w))
-    assert backward == {"all_to_all_single": 4 * axes, "all_reduce": 2 * axes}
+    assert backward == {"all_to_all": 4 * axes, "all_reduce": 2 * axes}
 
 
 @pytest.mark.parametrize("shape", [(2, 8, 6), (2, 7, 3)], ids=["even", "uneven"])
@@ -227,7 +221,7 @@ def refused(sizes: Sizes) -> None:
         (call((SEQ,), SEQ, even, fn=same, out_shapes=(2, 16, 6)), r"out_shapes=\(2, 16, 6\) must match"),
         (call((SEQ,), (SEQ, SEQ), even, fn=same), "out_specs=.* must be a prefix"),
     ]:
-        with CommDebugMode() as mode, pytest.raises(ValueError, match=message):
+        with Comm() as mode, pytest.raises(ValueError, match=message):
             run()
         assert mode.get_total_counts() == 0, message
     with pytest.raises(NotImplementedError, match="vmap must not batch a DTensor"):

@@ -21,7 +21,11 @@ from usp import reduce_grads, shard_batch, value_and_grad
 from usp.mesh import P, Table, build_mesh, redistribute
 from usp.models import LlamaConfig, abstract, init, loss, map_params, named_leaves, param_specs
 
-STARTS = {"all_gather_into_tensor": "gather", "reduce_scatter_tensor": "sum"}
+STARTS = {
+    "all_gather_into_tensor_out": "gather",
+    "reduce_scatter_tensor": "sum",
+    "reduce_scatter_tensor_coalesced": "sum",
+}
 CONFIGS: dict[str, LlamaConfig] = {
     "uneven": CFG,  # 101 rows over 4 ranks: in one flat buffer
     "even": replace(CFG, vocab_size=104),
@@ -47,7 +51,7 @@ class Events(TorchDispatchMode):
         if name == "wait_tensor":
             who = self.under_way.pop(args[0].data_ptr(), None)
             said = f"wait {who}" if who else ""
-        elif kind := STARTS.get(name.removesuffix("_coalesced")):
+        elif kind := STARTS.get(name):
             inputs, outputs = pytree.tree_leaves(args[0]), pytree.tree_leaves(out)
             who = self.sizes.get(sum(t.numel() for t in inputs), "layer's leaves")
             self.under_way |= {t.data_ptr(): who for t in outputs if who != "layer's leaves"}

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor.debug import CommDebugMode
 
-from tests.mesh.test_bundle import counts
+from tests.comm import Comm
 from tests.models.batches import tokens_of
 from tests.models.test_options import CFG
 from tests.models.test_zero_modes import ZERO0
@@ -33,12 +32,12 @@ def looked_up(cfg: LlamaConfig, name: str, sizes: dict[str, int], dtype: torch.d
     params = init(cfg, seed=3, dtype=torch.float64, table=table, mesh=mesh)
     shard = shard_batch(Batch(tokens=tokens_of(2, 23, cfg.vocab_size)), table=table, mesh=mesh)
     rows = params.embed.requires_grad_()
-    with CommDebugMode() as mode:
+    with Comm() as mode:
         x, gathered = embed(params, shard, cfg, table, mesh, dtype)
-    there = counts(mode)
+    there = mode.kinds()
     shape, full = (2, shard.seq_len, cfg.hidden_size), (cfg.vocab_size, cfg.hidden_size)
     up = torch.randn(shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64).to(dtype)
-    with CommDebugMode() as mode:
+    with Comm() as mode:
         (grad,) = torch.autograd.grad(x, rows, up[local_slices(table.residual, shape, mesh)])
     assert (gathered is None) == (cfg == WIDE)
     assert x.dtype == dtype
@@ -48,7 +47,7 @@ def looked_up(cfg: LlamaConfig, name: str, sizes: dict[str, int], dtype: torch.d
     rows, grad = (
         redistribute(t.detach(), table.rest["embed"], WHOLE, mesh, shape=full) for t in (rows, grad)
     )
-    return tokens, rows, x, up, grad, (there, counts(mode))
+    return tokens, rows, x, up, grad, (there, mode.kinds())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor.debug import CommDebugMode
 
-from tests.mesh.test_bundle import counts
+from tests.comm import Comm
 from tests.models.batches import ONE, SEQ, TABLE, two_rows
 from tests.pool import Pool, pool_of
 from usp import Batch, reduce_grads, shard_batch, value_and_grad
@@ -79,9 +78,9 @@ def test_the_same_gradients(name: str) -> None:
 def on_ranks(dp: int, ulysses: int, name: str, options: dict[str, Any]) -> None:
     table, mesh = TABLES[name], build_mesh(dp=dp, ulysses=ulysses)
     params = init(CFG, seed=1, dtype=torch.float64, table=table, mesh=mesh)
-    with CommDebugMode() as mode:
+    with Comm() as mode:
         _, grads = step(params, mesh, table, **options)
-    seen = counts(mode)
+    seen = mode.kinds()
     # the layers' gathers, one for the final norm and the head, and their mirrors; around the embedding, whose
     # rows stay, tokens, x and x's gradient over each axis
     again = 0 if options["remat"] == "none" else 3 + (3 - -(-3 // options.get("group", 1)))
@@ -160,7 +159,7 @@ def test_compiled_parts(head_chunks: int) -> None:
 def test_options_that_would_do_nothing_are_refused(options: dict[str, Any], message: str) -> None:
     # case H44
     params, shard = init(CFG, seed=1), shard_batch(two_rows("packed"), table=TABLE, mesh=ONE)
-    with CommDebugMode() as comm, pytest.raises(ValueError, match=message):
+    with Comm() as comm, pytest.raises(ValueError, match=message):
         loss(params, shard, CFG, table=TABLE, mesh=ONE, **options)
     assert comm.get_total_counts() == 0
 
@@ -194,7 +193,7 @@ def refusals(dp: int, ulysses: int) -> list[str]:
     for cfg, options, batch in REFUSED.values():
         params = init(cfg, seed=1, dtype=torch.float64, table=TABLE, mesh=mesh)
         shard = shard_batch(batch, table=TABLE, mesh=mesh)
-        with CommDebugMode() as comm, pytest.raises(ValueError) as refused:  # noqa: PT011
+        with Comm() as comm, pytest.raises(ValueError) as refused:  # noqa: PT011
             value_and_grad(
                 lambda p, s=shard, c=cfg, o=options: loss(p, s, c, table=TABLE, mesh=mesh, remat="full", **o)
             )(params)

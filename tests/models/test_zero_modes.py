@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor.debug import CommDebugMode
 
-from tests.mesh.test_bundle import counts
+from tests.comm import Comm
 from tests.models.batches import ONE, two_rows
 from tests.models.test_options import CFG
 from tests.pool import Pool, pool_of
@@ -42,16 +41,16 @@ def train(mode: str, mesh: Any) -> list[Any]:
         value, grads = value_and_grad(objective)(params)
         if zero1 is None:
             grads, norm = clip_by_global_norm(reduce_grads(grads, specs, mesh), specs, mesh, MAX_NORM)
-            with CommDebugMode() as comm:
+            with Comm() as comm:
                 params, state = adamw_update(params, grads, state, lr=LR, weight_decay=DECAY)
-            assert counts(comm) == {}  # case P17: on local shards
+            assert comm.kinds() == {}  # case P17: on local shards
         else:
             grads, norm = clip_by_global_norm(zero1.reduce_grads(grads), zero1.specs, mesh, MAX_NORM)
-            with CommDebugMode() as comm:
+            with Comm() as comm:
                 params, state = zero1.update(params, grads, state, lr=LR, weight_decay=DECAY)
             if dist.is_initialized():
                 copies = mode == "zero1" or mesh.size(0) > 1
-                assert counts(comm) == ({"all_gather": 1} if copies else {})
+                assert comm.kinds() == ({"all_gather": 1} if copies else {})
         value = value.clone()
         if dist.is_initialized():
             dist.all_reduce(value)

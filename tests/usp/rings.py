@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor.debug import CommDebugMode
 
+from tests.comm import Comm
 from tests.mesh.cases import Sizes, mesh_of, outside
 from tests.schemes import SCHEMES
 from tests.usp.dense import normal
@@ -226,14 +226,10 @@ def counts(sizes: Sizes, case: Case, exchange: str) -> list[dict[str, int]]:
     x, up = inputs(case)
     local = [place.tokens(t).clone().requires_grad_() for t in x[:3]]
     found = []
-    with CommDebugMode() as comm:
+    with Comm() as comm:
         out = attention(*local, table=place.table, mesh=place.mesh, exchange=exchange)  # type: ignore[arg-type]
-        found.append(_named(comm))
-    with CommDebugMode() as comm:
+        found.append(comm.kinds())
+    with Comm() as comm:
         torch.autograd.grad(out, local, place.tokens(up))
-        found.append(_named(comm))
+        found.append(comm.kinds())
     return found
-
-
-def _named(comm: Any) -> dict[str, int]:
-    return {str(op).rpartition(".")[2]: n for op, n in comm.get_comm_counts().items() if n}

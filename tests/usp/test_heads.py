@@ -3,15 +3,14 @@
 Inputs are whole numbers in float64, different in every place, so every comparison is exact.
 """
 
-from collections import Counter
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.func import grad, jvp, vjp, vmap
 
+from tests.comm import counted
 from tests.mesh.cases import Sizes, dense, mesh_of, outside
 from tests.pool import Pool
 from usp import heads_to_seq, seq_to_heads
@@ -162,19 +161,14 @@ def counts(sizes: Sizes) -> None:
         return
     leaves = [t.clone().requires_grad_() for t in p.qkv]
 
-    def count(fn: Callable[[], object]) -> dict[str, int]:
-        with CommDebugMode() as comm:
-            fn()
-        return dict(Counter({str(op).split(".")[-1]: n for op, n in comm.get_comm_counts().items()}))
-
-    one = {"all_to_all_single": 1}
+    one = {"all_to_all": 1}
     loss, outs = [], []
-    assert count(lambda: loss.append(p.loss(*leaves))) == one
-    assert count(lambda: loss[0].backward()) == one
+    assert counted(lambda: loss.append(p.loss(*leaves))) == one
+    assert counted(lambda: loss[0].backward()) == one
     o = p.after(p.QKV[0]).requires_grad_()
-    assert count(lambda: outs.append(p.back(o))) == one
-    assert count(lambda: outs[0].sum().backward()) == one
-    assert count(lambda: grad(p.loss, argnums=(0, 1, 2))(*p.qkv)) == {"all_to_all_single": 2}
+    assert counted(lambda: outs.append(p.back(o))) == one
+    assert counted(lambda: outs[0].sum().backward()) == one
+    assert counted(lambda: grad(p.loss, argnums=(0, 1, 2))(*p.qkv)) == {"all_to_all": 2}
 
 
 def wide_sums(sizes: Sizes) -> None:

@@ -215,6 +215,7 @@ def test_dual_numbers_and_many_gradients_at_once() -> None:
     along = torch.randn_like(x)
     with forward_ad.dual_level():
         pair = forward_ad.unpack_dual(linear_cross_entropy(forward_ad.make_dual(x, along), weight, labels))
+        assert pair.tangent is not None
         assert close(pair.tangent, (grad(whole)(x.detach(), weight.detach(), labels) * along).sum())
     value = linear_cross_entropy(x, weight, labels)
     factors = torch.tensor([0.5, -2.0, 3.0], dtype=torch.float64)

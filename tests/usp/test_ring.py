@@ -79,11 +79,11 @@ def test_other_kernels(sizes: Sizes, kernel: str, ranks: Pool) -> None:
 def test_collectives_are_those_of_the_docstring(ranks: Pool) -> None:
     case = Case((1, 24, 4, 2, 8, 8))
     for forward, backward in ranks.run(counts, (1, 4, 1), case, "p2p"):
-        assert forward == {"all_to_all_single": 3}  # to the next rank, 3 times
-        assert backward == {"all_to_all_single": 3 + 4}  # keys 3 times, their gradients 4
+        assert forward == {"all_to_all": 3}  # to the next rank, 3 times
+        assert backward == {"all_to_all": 3 + 4}  # keys 3 times, their gradients 4
     for forward, backward in ranks.run(counts, (1, 4, 1), case, "gather"):
-        assert forward == {"all_gather_into_tensor": 1}
-        assert backward == {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1}
+        assert forward == {"all_gather": 1}
+        assert backward == {"all_gather": 1, "reduce_scatter": 1}
 
 
 def test_bytes_of_both_ways() -> None:

@@ -15,7 +15,7 @@ from tests.pool import Pool
 from tests.usp.rings import Case, Place, inputs
 from usp import attention
 
-SENT = ("all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor")
+SENT = ("all_to_all_single", "all_gather_into_tensor_out", "reduce_scatter_tensor")
 
 
 class Steps(TorchDispatchMode):

@@ -6,11 +6,10 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.func import grad, jvp
 
+from tests.comm import Comm
 from tests.mesh.cases import Sizes, mesh_of, shard
-from tests.mesh.test_bundle import counts
 from tests.pool import Pool
 from tests.usp.dense import normal
 from usp import reduce_grads, scan, value_and_grad
@@ -109,14 +108,14 @@ def gradients(mesh: str, kind: str, how: dict[str, Any]) -> None:
     p = Problem(mesh, kind)
     if how.get("offload") == "host":
         how = {**how, "arena": Arena()}
-    with CommDebugMode() as mode:
+    with Comm() as mode:
         _, grads = value_and_grad(lambda layers: p.loss(layers, **how))(p.layers)
     close(p.whole(grads), dense_grads()[1], ROUNDING)
     remat, group = how["remat"], how.get("group", 1)
     # forward, backward, and with groups the backward's forward of all but the last of each
     again = 0 if remat == "none" else DEPTH + (DEPTH - -(-DEPTH // group))
     want = {"all_gather": DEPTH + again, "reduce_scatter": DEPTH} if kind == "zero3" else {}
-    assert counts(mode) == want, (counts(mode), want)
+    assert mode.kinds() == want, (mode.kinds(), want)
     leaves = pytree.tree_map_only(Tensor, lambda t: t.clone().requires_grad_(), p.layers)
     p.loss(leaves, **how).backward()
     by_autograd = pytree.tree_map_only(Tensor, lambda t: t.grad, leaves)
@@ -231,9 +230,9 @@ def frozen() -> None:
     for w in p.layers[2:]:
         w["scale"].requires_grad_()
     value = p.loss(p.layers, remat="full")
-    with CommDebugMode() as mode:
+    with Comm() as mode:
         value.backward()
-    assert counts(mode) == {"all_gather": 2, "reduce_scatter": 2}
+    assert mode.kinds() == {"all_gather": 2, "reduce_scatter": 2}
     assert all(w["up"].grad is None for w in p.layers)
     got: list[Any] = [w["scale"].grad for w in p.layers]
     assert got[:2] == [None, None]

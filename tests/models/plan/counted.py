@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 KINDS = {
     "all_to_all_single": "all_to_all",
-    "all_gather_into_tensor": "all_gather",
-    "all_gather_into_tensor_coalesced": "all_gather",
+    "all_gather_into_tensor_out": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
     "reduce_scatter_tensor_coalesced": "reduce_scatter",
     "all_reduce": "all_reduce",
@@ -43,7 +42,7 @@ def sent(name: str, x: Tensor | list[Tensor], *args: Any) -> int:
     if name == "all_to_all_single":
         row = prod(x.shape[1:]) * x.element_size()
         return sum(n for i, n in enumerate(args[1]) if i != group.rank()) * row
-    if name == "all_gather_into_tensor":
+    if name == "all_gather_into_tensor_out":
         return nbytes * (parts - 1)
     times = 2 if name == "all_reduce" else 1
     return -(-times * nbytes * (parts - 1) // parts)

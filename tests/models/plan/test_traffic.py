@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.distributed.tensor.debug import CommDebugMode
 
-from tests.mesh.test_bundle import counts
+from tests.comm import Comm
 from tests.models.batches import two_rows
 from tests.models.plan.counted import counted, minus, no_grad
 from tests.pool import Pool
@@ -97,10 +96,10 @@ def on_ranks(case: Case) -> None:
     forward = counted(lambda: no_grad(lambda: objective(params)))
     assert totals(said.forward) == forward, "forward"
     found: list[Any] = []
-    with CommDebugMode() as mode:
+    with Comm() as mode:
         both = counted(lambda: found.append(value_and_grad(objective)(params)[1]))
     assert totals(said.backward) == minus(both, forward), "backward"
-    assert counts(mode) == {kind: count for kind, (count, _) in both.items()}
+    assert mode.kinds() == {kind: count for kind, (count, _) in both.items()}
     specs = param_specs(cfg, table)
 
     def update() -> None:
