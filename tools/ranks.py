@@ -1,13 +1,16 @@
 """The processes of one run: start them, and let an error on any of them be said once and end all of them."""
 
+import json
 import os
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
@@ -47,12 +50,10 @@ class Ranks:
             return agree(lambda: _without_exit(fn), dist.group.WORLD)
         except (ValueError, OSError) as e:
             text = str(e)
-            if self.first and text:
-                print(
-                    f"error on {text}" if text.startswith("rank") else f"error: {text}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+            said = f"error on {text}" if text.startswith("rank") else f"error: {text}"
+            _say(
+                said if text else "error in the options: see the first lines", aloud=self.first and bool(text)
+            )
         raise SystemExit(1)  # up through whatever has files to close; `leave` ends the process
 
     def exchange(self, value: T) -> list[T]:
@@ -121,8 +122,15 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0][:300]
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def _say(text: str, *, aloud: bool = True) -> None:
+    """To the user, and to torchrun, whose summary of many lines then ends with it."""
+    if aloud:
+        print(text, file=sys.stderr, flush=True)
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        more = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        with suppress(OSError):
+            Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": more}}), "utf-8")
 
 
 def _lost_contact(error: BaseException) -> bool:

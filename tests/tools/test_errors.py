@@ -33,6 +33,8 @@ def refused(result: CompletedProcess[str], message: str) -> None:
     assert FORM.search(output), output
     theirs = len(re.findall(r"^torch\.\S+\.ChildFailedError", output, re.MULTILINE))
     assert output.count("Traceback") == theirs <= 1, output  # torchrun reports failed children in its own way
+    if theirs:  # at length; the last of it says what was wrong
+        assert message in output.rpartition("Root Cause")[2], output
 
 
 @pytest.fixture(scope="module")
