@@ -97,11 +97,14 @@ def gather(x: Tensor, group: str, parts: int) -> Tensor:
     On the CPU by the operator with `out`: the other one becomes gloo's ALLGATHER_COALESCED, and gloo's worker
     threads note the name of what they ended in one string that nothing locks. When two end at once, a name
     of more than 15 letters, which needs memory of its own, is freed twice: the process dies, now or later.
+    Compiled, it is waited for at once: inductor gives the memory of x to others after this operator, not
+    after the wait.
     """
     if x.device.type != "cpu":
         return cast(Tensor, _ops.all_gather_into_tensor(x, parts, group))
     whole = x.new_empty(parts * x.shape[0], *x.shape[1:])
-    return cast(Tensor, _ops.all_gather_into_tensor_out(x, parts, group, out=whole))
+    started = cast(Tensor, _ops.all_gather_into_tensor_out(x, parts, group, out=whole))
+    return wait(started) if torch.compiler.is_compiling() else started
 
 
 def start_all_gather(x: Tensor, group: str, parts: int) -> Tensor:

@@ -49,11 +49,12 @@ def check_world_size(world_size: int, *, dp: int, ring: int, ulysses: int) -> No
     product = dp * ring * ulysses
     if world_size == product:
         return
-    rest, left = divmod(world_size, ring * ulysses)
-    fix = f"set dp={rest}" if left == 0 and rest else "change a degree"
+    others = {"ulysses": dp * ring, "dp": ring * ulysses}
+    ways = [f"{name}={world_size // rest}" for name, rest in others.items() if world_size % rest == 0]
+    fix = f"set {' or '.join(ways)}" if ways else "change a degree"
     raise ValueError(
         f"world_size={world_size} must equal dp * ring * ulysses, got {dp} * {ring} * {ulysses} = {product}. "
-        f"Start {product} processes (torchrun --nproc-per-node) or {fix}."
+        f"Start torchrun with --nproc-per-node {product}, or {fix}."
     )
 
 

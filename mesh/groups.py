@@ -47,15 +47,13 @@ def gather_flat(x: Tensor, stage: tuple[str, int]) -> Tensor:
 
 
 def gather_each(tensors: list[Tensor], stage: tuple[str, int]) -> list[Tensor]:
-    """Under way, as one collective: each [n, ...] -> [parts * n, ...]; each to be waited for.
-
-    Not on the CPU: gloo is not safe with it (see `usp.mesh.collectives.gather`).
-    """
+    """Under way, as one collective: each [n, ...] -> [parts * n, ...]; each to be waited for. Not on gloo."""
     return list(_ops.all_gather_into_tensor_coalesced(tensors, stage[1], stage[0]))
 
 
 def scatter_each(tensors: list[Tensor], stage: tuple[str, int]) -> list[Tensor]:
-    """Under way, as one collective: each [parts * n, ...] -> [n, ...], summed; each to be waited for."""
+    """Under way, as one collective: each [parts * n, ...] -> [n, ...], summed; each to be waited for. Not on
+    gloo."""
     return list(_ops.reduce_scatter_tensor_coalesced(tensors, "sum", stage[1], stage[0]))
 
 

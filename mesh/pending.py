@@ -26,12 +26,17 @@ class Pending:
         return finish()
 
 
+def _as_they_are(stages: Stages, slots: Sequence[Slot], device: torch.device) -> bool:
+    """Not on the CPU: gloo is not safe with many tensors in one gather (`usp.mesh.collectives.gather`), and
+    after a sum each wait for one of them copies all."""
+    return len(stages) == 1 and device.type != "cpu" and all(s.in_order for s in slots)
+
+
 def start_gather(
     stages: Stages, slots: Sequence[Slot], shards: Sequence[Tensor], dtype: torch.dtype
 ) -> tuple[Sequence[Slot], Pending]:
-    """Leaves whose parts, one after the other, are the leaf travel as they are; others in one flat buffer, as
-    do all on the CPU (see `gather_each`)."""
-    if len(stages) == 1 and all(s.in_order for s in slots) and shards[0].device.type != "cpu":
+    """Leaves whose parts, one after the other, are the leaf travel as they are; others in one flat buffer."""
+    if _as_they_are(stages, slots, shards[0].device):
         started = gather_each(as_dtype(shards, dtype), stages[0])
         return slots, Pending(lambda: [_ops.wait_tensor(t) for t in started])
     flat = pack_shards(slots, shards, dtype)
@@ -50,7 +55,7 @@ def start_scatter(
     stages: Stages, slots: Sequence[Slot], whole: Sequence[Tensor], dtype: torch.dtype
 ) -> tuple[Sequence[Slot], Pending]:
     """The mirror of `start_gather`."""
-    if len(stages) == 1 and all(s.in_order for s in slots):
+    if _as_they_are(stages, slots, whole[0].device):
         started = scatter_each(as_dtype(whole, dtype), stages[0])
         return slots, Pending(lambda: [_ops.wait_tensor(t) for t in started])
     buffer = pack_full(slots, whole, dtype)

@@ -32,8 +32,9 @@ def shard_map(
     needed when a result is cut unevenly: without it the local size times the axis sizes is taken, and an
     unevenly cut argument makes the call raise ValueError. Differentiable by autograd and torch.func, around
     it or inside `fn`; jvp, vmap and torch.compile inside only. Communicates only what moving an argument
-    takes, and one all-reduce per replicated tensor argument in the backward. Raises ValueError, before
-    communicating, for arguments that are no DTensors of this mesh and for specs that do not fit.
+    takes, and in the backward one all-reduce per tensor argument and axis of more than 1 that does not cut
+    it. Raises ValueError, before communicating, for arguments that are no DTensors of this mesh and for specs
+    that do not fit.
     """
 
     def mapped(*args: Any) -> Any:

@@ -59,7 +59,7 @@ def block(
     `kept`: attention's results, recorded or read, see `usp.scan`. `mlp_tile`: tokens of one tile of the MLP.
     `window`, `kernel`: as in `usp.attention`; `head_chunks`: how many parts attention's heads are taken in.
     `compiled`: whether the local parts are. A run forward sends 2 all-to-alls where attention trades sequence
-    for heads (more with `head_chunks`) and what a ring does; its backward the same again.
+    for heads (more with `head_chunks`), as does its backward, and what a ring sends (`usp.ring`).
     """
     where: Where = {"cfg": cfg, "table": table, "mesh": mesh, "shape": shape}
     parts = local_parts(cfg, compiled)

@@ -90,8 +90,9 @@ def hidden(
     in how many parts a rank's heads are taken through attention (`usp.head_chunks`).
 
     Communicates, per layer: 2 all-to-alls each way over the axis that attention trades for heads (more with
-    `head_chunks`, see there), 1 gather for all its parameters that are sharded at rest (with remat one more
-    in the backward) and 1 reduce-scatter of their gradients. Around the layers the same for the norm and the
+    `head_chunks`, see there), what a ring sends and the table's moves of x, 1 gather for all parameters that
+    are cut alike at rest (with remat one more in the backward) and 1 reduce-scatter of their gradients;
+    `model_traffic` counts it. Around the layers the same for the norm and the
     head, and what `usp.models.embedding` does. ValueError from `check_layout` and `scan`.
     """
     check_options(params, shard, cfg, table=table, mesh=mesh, options=options)

@@ -26,11 +26,11 @@ def _crash_file(folder: str, rank: int) -> Path:
     return Path(folder) / f"crash-{rank}"
 
 
-def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
+def _serve(rank: int, world_size: int, folder: str, threads: int, pipe: Connection) -> None:
     faulthandler.enable(_crash_file(folder, rank).open("w"))
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
-    share_transport()
+    share_transport(threads)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/rendezvous",
@@ -47,10 +47,11 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
 
 
 class Pool:
-    """`world_size` gloo ranks. `pool.run(fn, *args)` calls a module-level `fn(*args)` on each of them."""
+    """`world_size` gloo ranks. `pool.run(fn, *args)` calls a module-level `fn(*args)` on each of them.
+    `threads`: see `tests.gloo`."""
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
+    def __init__(self, world_size: int, threads: int = 2) -> None:
+        self.world_size, self._threads = world_size, threads
         self._children: list[Any] = []
         self._pipes: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -73,7 +74,7 @@ class Pool:
         self._folder = tempfile.TemporaryDirectory()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            args = (rank, self.world_size, self._folder.name, theirs)
+            args = (rank, self.world_size, self._folder.name, self._threads, theirs)
             child = context.Process(target=_serve, args=args, daemon=True)
             child.start()
             theirs.close()
@@ -120,12 +121,12 @@ class Pool:
             self._folder = None
 
 
-def pool_of(ranks: int, scope: Literal["module", "session"] = "module") -> Any:
+def pool_of(ranks: int, scope: Literal["module", "session"] = "module", threads: int = 2) -> Any:
     """A fixture: so many ranks for all tests of a module, or of a session."""
 
     @pytest.fixture(scope=scope)
     def pool() -> Iterator[Pool]:
-        started = Pool(ranks)
+        started = Pool(ranks, threads)
         yield started
         started.stop()
 

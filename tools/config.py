@@ -15,7 +15,8 @@ SUFFIXES = (".txt", ".md", ".rst", ".py")
 class Train:
     """Train a Llama-family checkpoint on long text, with the sequence cut over several processes.
 
-    Start it with torchrun for more than one process; the process count must equal dp * ring * ulysses.
+    On 2 GPUs: torchrun --nproc-per-node 2 -m usp.tools.train --ulysses 2 ...; the process count must equal
+    dp * ring * ulysses.
     """
 
     model: Path
@@ -26,15 +27,16 @@ class Train:
     """New or empty folder. Gets config.json, metrics.jsonl, loss.png, tensorboard/, checkpoints in state/ and
     the trained hf/."""
     seq_len: Tokens
-    """Tokens in one row, over all ranks: 131072, 128K or 2M. Longer documents are cut into pieces of at most
-    this length."""
+    """Tokens in one row, over all ranks: 131072, 128K or 2M. Documents lie end to end; one that crosses the
+    end of a row is cut there, and its pieces do not see each other."""
 
     steps: int = 100
     """Optimizer steps. The data starts again, in a new order, when an epoch ends."""
     batch_size: int | None = None
     """Rows of one step over all ranks, a multiple of dp * accumulate. Default: dp * accumulate."""
     accumulate: int = 1
-    """Parts that a step's rows are worked on in, one after the other. Changes memory, not the result."""
+    """Parts that a step's rows are worked on in, one after the other: a given --batch-size takes less memory,
+    with the same result. Without one a step has dp * accumulate rows."""
 
     ulysses: int = 1
     """Ranks that cut one sequence and exchange it for attention heads by all-to-all."""
@@ -89,15 +91,16 @@ class Train:
 
     save_every: int | None = None
     """Steps between two checkpoints of the whole training state in OUT/state, and one at the end. Default:
-    none, but for the one that SIGTERM asks for."""
+    none, but for the one that SIGTERM asks for (Ctrl-C does not)."""
     keep: int = 2
     """Checkpoints that are kept."""
     resume: bool = False
-    """Go on from the newest checkpoint in --out that is whole, on any mesh; start there when it has none. A
-    restart by torchrun (--max-restarts) does this by itself."""
+    """Go on from the newest checkpoint in --out that is whole, on any mesh that works on as many rows a step;
+    start at step 0, with metrics.jsonl anew, when it has none. A restart by torchrun (--max-restarts) does
+    this by itself."""
     on_nan: Literal["stop", "skip"] = "stop"
-    """A loss or gradient that is not finite ends the run, or its step is left out. skip makes the host wait
-    for every step."""
+    """A loss or gradient that is not finite ends the run, or its step is left out; 20 of them in a row end
+    it. skip makes the host wait for every step."""
     timeout: float = 600.0
     """Seconds that a rank waits for the others; twice as many for a whole step. Then the run ends."""
 

@@ -28,14 +28,14 @@ class Bench:
     calibrate: bool = False
     """Measure this machine's rates instead, for the times that `usp plan` prints."""
     plot: tuple[Path, ...] = ()
-    """Measure nothing: table and plot again from these JSON files, all together."""
+    """Measure nothing: table and plot again from these JSON files of --what, all together."""
 
     model: str | None = None
     """Shape by name (as for `usp plan`, or tiny), or a Hugging Face model directory. Default: llama-3-8b, on
     the CPU tiny."""
     layers: int | None = None
     """Layers that are built; sliding windows of layers follow in the model's order, which starts again where
-    it ends. Default: the model's, 8 at most."""
+    it ends. Default: the model's, 8 at most. For step, scan, memory and scaling."""
     window: Tokens | None = None
     """Every layer sees so many tokens back: what it remembers stays as it is, and the steps of a long row
     become short enough to measure its memory. For memory."""
@@ -43,7 +43,7 @@ class Bench:
     """Tokens in one row over all ranks, one or more lengths, such as 131072, 128K or 2M. For scaling two
     numbers: tokens per GPU, and tokens in all. Default: what suits the measurement."""
     batch_size: tuple[int, ...] = (1,)
-    """Rows exchanged at once, one or more numbers."""
+    """Rows exchanged at once, one or more numbers. For exchange."""
     gpus: int | None = None
     """GPUs to use. Default: all visible ones. 0: the CPU."""
     processes: int | None = None
@@ -51,26 +51,27 @@ class Bench:
 
     peers: tuple[str, ...] = ("auto",)
     """deepspeed, torch-cp, transformers (one process), yunchang (exchange). auto: all that apply; those that
-    are not installed are named. none: only ours."""
+    are not installed are named. none: only ours. For step and exchange."""
     variants: tuple[Variant, ...] = ("recompute", "free")
     """recompute: at the memory of full recomputation (ours keeps attention's result). free: with memory to
-    spare, as little as fits is computed again. least: everything that saves memory."""
+    spare, as little as fits is computed again. least: attention's result is kept, what is kept waits on the
+    host, the MLP goes in tiles (ours and deepspeed); more by --setting. For step."""
     setting: tuple[str, ...] = ()
     """Our own rows with other options, each as name=value,name=value: remat, group, offload, mlp_tile,
     head_chunks, moments (device, host), table, ring, stored (so many of the last layers keep everything),
-    compile. For memory they take the place of its rungs."""
+    compile (True, False). remat is attention unless given. For step, and for memory in place of its rungs."""
     kernel: str = "auto"
-    """Attention kernel. auto: the best that each contender can use; a name: a contender that cannot use it
-    says so."""
+    """Attention kernel: flash4, cudnn, flash, cpu, tiled, reference. auto: the best that each contender can
+    use; a name: a contender that cannot use it says so. For step, scan, memory and scaling."""
     steps: int = 5
     """Timed steps at most; long ones are repeated less often. For step, scan, memory and scaling."""
     host_memory: str | None = None
     """Memory of the host that each process may take for what it offloads, for example 100GB, where options
-    are chosen by what fits. Default: what is available when it starts."""
+    are chosen by what fits. Default: what is available when it starts. For step and scaling."""
     limit: float | None = None
     """Seconds that one launch may take. Default: 900; for a part of the scaling 580."""
     trace: Path | None = None
-    """Folder for a Chrome trace of one step of each of our rows."""
+    """Folder for a Chrome trace of one step of each of our rows. For step."""
 
     part: int | None = None
     """Only this part of the scaling runs, counted from 0. Each is planned for less than 10 minutes; one

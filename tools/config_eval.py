@@ -12,7 +12,8 @@ from usp.tools.lengths import Tokens
 class Eval:
     """Loss and perplexity of a Llama-family checkpoint on long text, with the sequence cut over processes.
 
-    Start it with torchrun for more than one process; the process count must equal dp * ring * ulysses.
+    On 2 GPUs: torchrun --nproc-per-node 2 -m usp.tools.eval --ulysses 2 ...; the process count must equal
+    dp * ring * ulysses.
     """
 
     model: Path
@@ -20,8 +21,8 @@ class Eval:
     data: tuple[Path, ...]
     """UTF-8 text: files (read whatever their suffix) and folders (read recursively, see --include)."""
     seq_len: Tokens
-    """Tokens in one row, over all ranks: 131072, 128K or 2M. Longer documents are cut into pieces of at most
-    this length."""
+    """Tokens in one row, over all ranks: 131072, 128K or 2M. Documents lie end to end; one that crosses the
+    end of a row is cut there, and its pieces do not see each other."""
     batch_size: int | None = None
     """Rows worked on at once over all ranks; any number. Default: dp."""
     out: Path | None = None
@@ -34,12 +35,14 @@ class Eval:
     dp: int = 1
     """Ranks, or groups of ranks, that work on different rows."""
     table: str = "usp"
-    """Placement table by name."""
+    """Placement table by name: usp, ulysses, ring, odysseus, replicated."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Computation. auto: bfloat16 on a GPU, float32 on a CPU."""
     mlp_tile: int | None = None
     """Tokens that the MLP sees at a time. Default: all of them."""
+    head_chunks: int = 1
+    """Parts in which a rank's heads go through attention."""
     include: tuple[str, ...] = SUFFIXES
     """File suffixes read from folders."""
     timeout: float = 600.0

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from usp import Batch, models
 from usp.mesh import TABLES, build_mesh
 from usp.mesh.devices import check_world_size
+from usp.models.options import Options, check_how
 from usp.tools import text
 from usp.tools.cli import parse
 from usp.tools.config_eval import Eval
@@ -22,7 +23,7 @@ from usp.tools.setup import check_axes, check_timeout, read_model_config, tell_p
 
 def check(cfg: Eval, world: int) -> None:
     """The rules that need no file. Raises ValueError."""
-    for name in ("dp", "ring", "ulysses", "batch_size", "mlp_tile"):
+    for name in ("dp", "ring", "ulysses", "batch_size", "mlp_tile", "head_chunks"):
         value = getattr(cfg, name)
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} must be at least 1. Change --{name.replace('_', '-')}.")
@@ -43,10 +44,16 @@ def prepare(cfg: Eval, ranks: Ranks) -> text.Packed:
     sizes = {"dp": cfg.dp, "ring": cfg.ring, "ulysses": cfg.ulysses}
     model = read_model_config(cfg.model)
     models.check_layout(model, mesh=sizes, table=TABLES[cfg.table], seq_len=cfg.seq_len)
+    check_how(model, table=TABLES[cfg.table], mesh=sizes, options=how(cfg))
     tokenizer = text.load_tokenizer(cfg.model)
     texts = text.read_documents(text.find_files(cfg.data, include=cfg.include))
     docs = text.encode(texts, tokenizer, vocab_size=model.vocab_size, progress=ranks.first)
     return text.Packed(docs=docs, seq_len=cfg.seq_len)
+
+
+def how(cfg: Eval) -> Options:
+    """What the layers are told."""
+    return {"mlp_tile": cfg.mlp_tile, "head_chunks": cfg.head_chunks}
 
 
 def batches(data: text.Packed, num_rows: int, *, progress: bool) -> Iterator[Batch]:
@@ -75,7 +82,7 @@ def run(cfg: Eval, ranks: Ranks) -> models.Evaluation:
     found = models.evaluate(
         params,
         batches(data, cfg.batch_size or cfg.dp, progress=ranks.first),
-        model, table=table, mesh=mesh, device=ranks.device, mlp_tile=cfg.mlp_tile,
+        model, table=table, mesh=mesh, device=ranks.device, **how(cfg),
     )  # fmt: skip
     ranks.checked(lambda: report(cfg, found) if ranks.first else None)
     return found

@@ -26,7 +26,7 @@ def _given(words: list[str]) -> int:
         return parse_tokens(words[0])
     except ValueError as e:
         first = os.environ.get("RANK", "0") == "0"
-        raise SystemExit(f"error: {e}. Change --seq-len." if first else 1) from None
+        raise SystemExit(f"error: {e}. Change that length." if first else 1) from None
 
 
 Tokens = Annotated[

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -141,6 +141,11 @@ def run_steps(
             bar.update()
         ranks.doing(f"saving step {state.step}")
         ranks.checked(saver.wait)
+    except SystemExit:  # on all ranks alike, and what is being saved is good
+        ranks.doing("the save that had begun")
+        with suppress(Exception):
+            saver.wait()
+        raise
     finally:
         settled.close()
         bar.close()

@@ -12,7 +12,7 @@ from usp.tools.setup import rows_of_step
 
 
 def as_options(cfg: Plan, model: LlamaConfig, seq_len: int, settings: Settings) -> str:
-    """The words that make `usp train`, started by torchrun on as many ranks, and `usp bench` do this."""
+    """The command lines that make training, but for its files, and `usp bench` do this."""
     chosen = settings.words()
     mesh = {name: str(getattr(cfg, name)) for name in ("dp", "ring", "ulysses") if getattr(cfg, name) > 1}
     mesh |= {"table": cfg.table} if cfg.table != "usp" else {}
@@ -21,7 +21,9 @@ def as_options(cfg: Plan, model: LlamaConfig, seq_len: int, settings: Settings) 
     how: dict[str, str] = {} if cfg.dtype == "bfloat16" else {"dtype": cfg.dtype}
     how |= {} if cfg.compile else {"compile": "off"}
     own_model = {} if cfg.model in MODELS else {"model": cfg.model}
-    lines = ["usp train " + flags({**own_model, "seq_len": str(seq_len), **mesh, **batch, **how, **chosen})]
+    ranks = cfg.dp * cfg.ring * cfg.ulysses
+    start = "usp train " if ranks == 1 else f"torchrun --nproc-per-node {ranks} -m usp.tools.train "
+    lines = [start + flags({**own_model, "seq_len": str(seq_len), **mesh, **batch, **how, **chosen})]
     if cfg.dp == 1 and rows_of_step(cfg) == 1 and cfg.dtype == "bfloat16":
         chosen |= {} if cfg.compile else {"compile": "False"}
         own = {name: value for name, value in mesh.items() if name != "ulysses"}

@@ -54,8 +54,6 @@ def random_state(ranks: Ranks) -> dict[str, Tensor]:
 
 def save(saver: Saver, setup: Setup, state: State, mesh: Mesh, ranks: Ranks) -> None:
     """Begin to write a checkpoint. `rows` is the position in the data; the next row is the one after."""
-    if ranks.device.type == "cuda" and state.optimizer.exp_avg.embed.device.type == "cpu":
-        torch.cuda.synchronize(ranks.device)  # the moments are back on the host
     meta = {"updates": state.updates, "rows": state.step * setup.num_rows, "mesh": axis_sizes(mesh)}
     saver.start(state.step, tensors(setup, state), own=random_state(ranks), meta=meta)
 

@@ -80,7 +80,8 @@ class Watch:
             count += 1
             with suppress(RuntimeError):  # the store's host has ended: the collectives will say so
                 self._store.set(f"beat/{self.rank}", f"{count} {self.what}")
-            if self._until is not None and time.monotonic() > self._until:
+            until = self._until  # read once: the main thread sets it
+            if until is not None and time.monotonic() > until:
                 what = f"{self.what} must take at most {self.limit:g} s (twice --timeout)"
                 self.tell(what)
                 print(f"error on rank {self.rank}: {what}. Its threads were at:", file=sys.stderr, flush=True)

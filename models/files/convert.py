@@ -103,11 +103,12 @@ def to_hf(
 ) -> None:
     """Write a Hugging Face directory that `from_pretrained` loads.
 
-    Every rank calls this with its shards; each tensor is gathered (1 all-gather per sharded tensor) and rank
-    0 writes, one tensor at a time. `source`, a model directory in either format, gives its tokenizer and
-    other side files, the fields of config.json that this project does not use, and, with tied embeddings, the
-    names under which the matrix is stored; without it, the embedding's alone. `between` is called before each
-    tensor, on every rank; a BaseException that is no Exception, raised by it on all of them, gives it all up.
+    Every rank calls this with its shards; each tensor is gathered (1 all-gather for each axis of more than 1
+    that cuts it) and rank 0 writes, one tensor at a time. `source`, a model directory in either format, gives
+    its tokenizer and other side files, the fields of config.json that this project does not use, and, with
+    tied embeddings, the names under which the matrix is stored; without it, the embedding's alone. `between`
+    is called before each tensor, on every rank; a BaseException that is no Exception, raised by it on all of
+    them, gives it all up.
     Raises on every rank, leaving nothing behind: ValueError when the target exists and is not empty, params
     do not fit cfg or values do not fit dtype; OSError when writing fails.
     """
@@ -200,9 +201,7 @@ def _gather(value: Tensor, leaf: Leaf, dotted: str, placed: tuple[Table, Mesh] |
     spec = spec_of(placed[0].rest, dotted, leaf, table=placed[0].name)
     whole = P(*(None for _ in leaf.shape))
     with torch.no_grad():
-        return redistribute(
-            value, spec, whole, placed[1], shape=leaf.shape
-        )  # rest -> replicated: 1 all-gather
+        return redistribute(value, spec, whole, placed[1], shape=leaf.shape)  # rest -> replicated
 
 
 def _check_params(

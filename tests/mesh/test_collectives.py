@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor.utils import run_and_get_code
 from torch.func import grad, jvp, vmap
 
 from tests.comm import counted
@@ -14,6 +15,8 @@ from tests.mesh.cases import assert_stands_for, dense, mesh_of, shard, specs_2d
 from tests.mesh.test_dtensor import wrap
 from tests.pool import Pool
 from usp.mesh import P, dual, plan, redistribute
+from usp.mesh.collectives import start_all_gather, wait
+from usp.mesh.devices import group_name
 
 Check = Callable[[], None]
 RU = ("ring", "ulysses")
@@ -137,6 +140,22 @@ def refused_before_communicating() -> None:
         assert counted(run) == {}, message
 
 
+def a_compiled_gather_is_waited_for_first() -> None:
+    """By inductor: the memory that is still being sent must not be given to the product behind it."""
+    group, num_ranks = group_name(mesh_of((1, 1, 4)), "ulysses"), 4
+
+    def fn(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        started = start_all_gather((a @ b).view(-1), group, num_ranks)
+        return b @ a, wait(started)
+
+    both = dense((6, 6), seed=1), dense((6, 6), seed=2)
+    got, (code,) = run_and_get_code(torch.compile(fn, fullgraph=True), *both)
+    for value, want in zip(got, fn(*both), strict=True):
+        torch.testing.assert_close(value, want, rtol=1e-12, atol=0)
+    body = code[code.index("all_gather_into_tensor_out") :]
+    assert body.index("wait_tensor") < body.index("mm(")
+
+
 def at_most_one_copy_each_side() -> None:
     """case P16: besides the wire, a move allocates at most one send and one joined copy."""
     mesh = mesh_of((1, 1, 4))
@@ -163,6 +182,7 @@ def at_most_one_copy_each_side() -> None:
         one_all_to_all_for_dtensors,
         sums,
         refused_before_communicating,
+        a_compiled_gather_is_waited_for_first,
         at_most_one_copy_each_side,
     ],
     ids=lambda f: f.__name__,

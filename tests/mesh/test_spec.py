@@ -132,9 +132,9 @@ def test_one_process_stands_for_a_mesh_of_ones() -> None:
 @pytest.mark.parametrize(
     ("world", "degrees", "words"),
     [
-        (8, (1, 2, 2), ["world_size=8", "1 * 2 * 2 = 4", "Start 4 processes", "set dp=2"]),
-        (8, (2, 3, 1), ["2 * 3 * 1 = 6", "Start 6 processes", "change a degree"]),
-        (2, (1, 2, 4), ["world_size=2", "= 8", "Start 8 processes", "change a degree"]),
+        (8, (1, 2, 2), ["world_size=8", "1 * 2 * 2 = 4", "--nproc-per-node 4,", "set ulysses=4 or dp=2"]),
+        (8, (2, 3, 1), ["2 * 3 * 1 = 6", "--nproc-per-node 6,", "change a degree"]),
+        (2, (1, 2, 4), ["world_size=2", "= 8", "--nproc-per-node 8,", "set ulysses=1"]),
     ],
 )
 def test_world_size_names_the_number_to_change(

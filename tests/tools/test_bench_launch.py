@@ -13,6 +13,7 @@ import pytest
 
 from tests.tools.bench_worker import OUT_OF_MEMORY
 from usp.tools.bench import launch, plots
+from usp.tools.bench.job import Job
 from usp.tools.bench.report import joined, load
 from usp.tools.cli import main as usp
 
@@ -88,6 +89,24 @@ def test_told_to_end(
     errors = [row.get("error") for row in run["rows"]]
     assert errors == [None, None, "interrupted", "interrupted"]
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_every_contender_has_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU one process computes on all of them, two on half of them each; what is set stays."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+
+    def of(processes: int, device: str) -> str:
+        job = Job(
+            what="step", contender="usp", model="tiny", layers=2, seq_lens=(64,), processes=processes,
+            device=device,
+        )  # fmt: skip
+        return launch.environment(launch.threads(job))["OMP_NUM_THREADS"]
+
+    assert [of(processes, "cpu") for processes in (1, 2, 4, 8)] == ["6", "3", "1", "1"]
+    assert of(1, "cuda") == "1"
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert of(1, "cpu") == "5"
 
 
 def test_runs_are_added_and_drawn_again(

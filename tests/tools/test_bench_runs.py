@@ -2,7 +2,7 @@
 
 import copy
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -30,7 +30,7 @@ TINY = ["bench", "--model", "tiny", "--gpus", "0"]
 def forked(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes of a launch are forked from warm ones."""
 
-    def alone(command: Sequence[str], limit: float, log: Path) -> str:
+    def alone(command: Sequence[str], env: Mapping[str, str], limit: float, log: Path) -> str:
         ranks = int(command[command.index("--nproc-per-node") + 1])
         result = run(*command[-3:], ranks=ranks)
         return "" if result.returncode == 0 else result.stderr[-500:]

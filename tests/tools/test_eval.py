@@ -49,7 +49,10 @@ def test_one_process(model_dir: Path, corpus: Path, tmp_path: Path, batch_size: 
 def test_two_processes(run: Run, model_dir: Path, corpus: Path, tmp_path: Path) -> None:
     # cases H18, H62, H64: the same number however rows and sequence are cut
     rows = {}
-    for name, words in {"usp": ["--ulysses", "2"], "dp": ["--dp", "2", "--batch-size", "3"]}.items():
+    cut = ["--ulysses", "2"]
+    for name, words in {
+        "usp": cut, "chunks": [*cut, "--head-chunks", "2"], "dp": ["--dp", "2", "--batch-size", "3"],
+    }.items():  # fmt: skip
         out = tmp_path / f"{name}.json"
         given = ["--model", str(model_dir), "--data", str(corpus), "--seq-len", "37", "--out", str(out)]
         result = run("usp.tools.eval", *given, *words, ranks=2)

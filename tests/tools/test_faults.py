@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import usp.state.save as saving
 import usp.tools.loop as loop
 from tests.tools.conftest import environment
 from tests.tools.test_resume import assert_same, curve, words
@@ -200,7 +201,15 @@ def test_a_gradient_that_is_not_finite_stops(
     model_dir: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """The message names the step and the tensor; what was saved before is good, also with rare reports."""
+    """The message names the step and the tensor; what was saved before is good, also with rare reports, and
+    when it is still being written."""
+    write = saving.write_pieces
+
+    def slow(*args: Any) -> Any:
+        time.sleep(1.0)
+        return write(*args)
+
+    monkeypatch.setattr(saving, "write_pieces", slow)
     poison(monkeypatch, {5})
     with pytest.raises(SystemExit) as ended:
         usp(["train", *words(model_dir, corpus, tmp_path / "out", log_every=100)])

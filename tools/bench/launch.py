@@ -64,10 +64,11 @@ def launch(job: Job) -> Outcome:
 
 def processes(job: Job, python: list[str], worker: list[str], log: Path) -> str:
     """Run the job's processes to their end; why they failed, or ""."""
+    own = environment(threads(job))
     if under_torchrun():
-        return beside([*python, *worker], job.limit, log)
+        return beside([*python, *worker], own, job.limit, log)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(job.processes)]
-    return alone([*python, *torchrun, *worker], job.limit, log)
+    return alone([*python, *torchrun, *worker], own, job.limit, log)
 
 
 @contextmanager
@@ -95,16 +96,22 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ
 
 
-def environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """That of this process, with the allocator setting which every contender is given."""
+def threads(job: Job) -> int:
+    """For each process: beside a GPU one, on a CPU its share of the cores, so that all are used."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", job.processes))
+    return 1 if job.device == "cuda" else max(1, (os.cpu_count() or 1) // here)
+
+
+def environment(num_threads: int) -> dict[str, str]:
+    """That of this process, with the settings which every contender is given."""
     kept = {name: value for name, value in os.environ.items() if name not in UNSET}
-    kept.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    return {"OMP_NUM_THREADS": "1", **kept, **extra}
+    given = {"OMP_NUM_THREADS": str(num_threads), "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    return {**given, **kept}
 
 
-def alone(command: Sequence[str], limit: float, log: Path) -> str:
+def alone(command: Sequence[str], env: Mapping[str, str], limit: float, log: Path) -> str:
     """Run a command in a session of its own; why it failed, or "". All of it ends with the limit."""
-    child = start(command, {}, log)
+    child = start(command, env, log)
     try:
         code = child.wait(limit)
     except subprocess.TimeoutExpired:
@@ -114,14 +121,14 @@ def alone(command: Sequence[str], limit: float, log: Path) -> str:
     return "" if code == 0 else f"{last_error(log)} (exit code {code})"
 
 
-def start(command: Sequence[str], extra: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+def start(command: Sequence[str], env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
     with log.open("wb") as file:
         return subprocess.Popen(
-            command, env=environment(extra), stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            command, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
 
 
-def beside(command: Sequence[str], limit: float, log: Path) -> str:
+def beside(command: Sequence[str], env: Mapping[str, str], limit: float, log: Path) -> str:
     """One child for this rank of an existing torchrun, which meets those of the other ranks at a new port."""
     rank = int(os.environ["RANK"])
     if not dist.is_initialized():
@@ -131,7 +138,7 @@ def beside(command: Sequence[str], limit: float, log: Path) -> str:
         port = gather_objects(free.getsockname()[1], dist.group.WORLD)[0]
     extra = {name: os.environ[name] for name in UNSET if name != "MASTER_PORT"}
     extra |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
-    began, child = time.monotonic(), start(command, extra, log)
+    began, child = time.monotonic(), start(command, {**env, **extra}, log)
     try:
         while True:  # all ranks see the same states, and so leave together
             states = gather_objects((child.poll(), time.monotonic() - began > limit), dist.group.WORLD)

@@ -65,7 +65,11 @@ class Place:
             except metadata.PackageNotFoundError:
                 continue
         found: Row = {"device": device_name(self.device), "processes": self.world, "versions": versions}
-        found |= {"cpus": os.cpu_count(), "host_memory": self.host_memory()}
+        found |= {
+            "cpus": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "host_memory": self.host_memory(),
+        }
         if self.device.type == "cuda":
             found |= {"gpu_memory": self.memory(), "cuda": torch.version.cuda}
             nccl: Any = importlib.import_module("torch.cuda.nccl")

@@ -99,6 +99,8 @@ class Saver:
 
     def _copied(self, pieces: Mapping[str, Piece]) -> dict[str, Piece]:
         """On the host, in memory that is used again by the next save, pinned beside a GPU."""
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize()  # what is on the host may have been on its way there
         out, device = {}, False
         for name, piece in pieces.items():
             value, buffer = piece.value, self._buffers.get(name)
