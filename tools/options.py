@@ -69,7 +69,9 @@ def step_options(cfg: Train, setup: Setup, mesh: Mesh, ranks: Ranks) -> dict[str
     shared = ranks.exchange(rooms()) if asked else []  # by rank
     if cfg.remat == "auto":
         options |= _chosen(cfg, setup, ranks, compiled, shared) if cuda else {"remat": "full"}
-    options["arena"] = Arena() if options["offload"] == "host" else None
+    # of any rank's share: what all of them need together is compared below, before the first of them takes it
+    room = min((room.free for room in shared[ranks.rank]), default=None) if shared else None
+    options["arena"] = Arena(room) if options["offload"] == "host" else None
     of_loss: Any = {name: value for name, value in options.items() if name != "moments"}
     ranks.checked(partial(check_how, setup.model, table=setup.table, mesh=mesh, options=of_loss))
     if "host" in (options["offload"], options["moments"]):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import heapq
+import os
 import weakref
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from usp.host import available_bytes
 
 
 class Arena:
@@ -19,14 +22,25 @@ class Arena:
     So lengths that change need no more than the longest. `nbytes` counts all buffers, `free_bytes` those that
     are not lent. Each device has one stream for copies both ways, so a buffer is never written before it was
     read. Used on a CPU, buffers are ordinary memory and copies happen at once.
+
+    `room`: bytes that its buffers may take, alike in every step. None: its share, among the ranks of this
+    machine, of what the machine has left when they are asked for, which differs from rank to rank.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, room: int | None = None) -> None:
+        self._room = room
         self._buffers: list[Tensor] = []
         self._free: list[int] = []  # places in it, as a heap: the first that is free is lent first
         self._copies: dict[torch.device, Copies] = {}
         self.nbytes = 0
         self.free_bytes = 0
+
+    def left(self) -> int | None:
+        """Bytes that new buffers may take, None if unknown."""
+        if self._room is not None:
+            return max(self._room - self.nbytes, 0)
+        have = available_bytes()
+        return None if have is None else have // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
     def lease(self) -> Lease:
         return Lease(self)

@@ -197,22 +197,25 @@ def test_too_little_host_memory() -> None:
     need = 3 * (DEPTH - 1) * X.nbytes
     for remat, bytes_needed in (("full", need // 3), ("attention", need)):
         with (
-            patch("usp.scan.memory.available_bytes", return_value=need // 3 - 1),
+            patch("usp.arena.available_bytes", return_value=need // 3 - 1),
             pytest.raises(ValueError, match=rf"host memory={need // 3 - 1} bytes available must hold"),
         ):
             run(remat=remat, offload="host", arena=Arena())
-        with patch("usp.scan.memory.available_bytes", return_value=bytes_needed):
+        with patch("usp.arena.available_bytes", return_value=bytes_needed):
             run(remat=remat, offload="host", arena=Arena())
     # inputs fit, and so does what is kept, but not both; the first input is there when the rest is judged
     with (
-        patch("usp.scan.memory.available_bytes", return_value=need - X.nbytes - 1),
+        patch("usp.arena.available_bytes", return_value=need - X.nbytes - 1),
         pytest.raises(ValueError, match="bytes available must hold"),
     ):
         run(remat="attention", offload="host", arena=Arena())
     arena = Arena()
     run(remat="full", offload="host", arena=arena)
-    with patch("usp.scan.memory.available_bytes", return_value=0):  # what the arena has is enough
+    with patch("usp.arena.available_bytes", return_value=0):  # what the arena has is enough
         run(remat="full", offload="host", arena=arena)
+        run(remat="full", offload="host", arena=Arena(room=need // 3))  # what is given counts alone
+        with pytest.raises(ValueError, match=rf"host memory={need // 3 - 1} bytes available must hold"):
+            run(remat="full", offload="host", arena=Arena(room=need // 3 - 1))
 
 
 def test_available_bytes(tmp_path: Path) -> None:

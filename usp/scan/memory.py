@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -11,7 +10,6 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from usp.arena import Arena, Copied, Copies, Lease, wait_for
-from usp.host import available_bytes
 
 
 class Visit(NamedTuple):
@@ -204,9 +202,7 @@ class HostMemory:
 
     def _check_host(self, need: int) -> None:
         """ValueError when so many bytes, judged from the first layer and yet to come, do not fit the host."""
-        have = available_bytes()
-        if have is not None:
-            have //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # shared with the other ranks of this host
+        have = self._arena.left()
         if have is not None and need > have + self._arena.free_bytes:
             raise ValueError(
                 f"host memory={have} bytes available must hold what offload='host' keeps, got {need} bytes "
