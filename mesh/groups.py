@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from typing import cast
 
@@ -46,14 +47,34 @@ def gather_flat(x: Tensor, stage: tuple[str, int]) -> Tensor:
     return gather(x.view(-1), *stage)
 
 
-def gather_each(tensors: list[Tensor], stage: tuple[str, int]) -> list[Tensor]:
-    """Under way, as one collective: each [n, ...] -> [parts * n, ...]; each to be waited for. Not on gloo."""
-    return list(_ops.all_gather_into_tensor_coalesced(tensors, stage[1], stage[0]))
+def gather_each(tensors: list[Tensor], stage: tuple[str, int]) -> Callable[[], list[Tensor]]:
+    """Under way, as one collective: each [n, ...] -> [parts * n, ...], when what this returns is called."""
+    return (gather_joined if tensors[0].device.type == "cpu" else gather_coalesced)(tensors, stage)
+
+
+def gather_coalesced(tensors: list[Tensor], stage: tuple[str, int]) -> Callable[[], list[Tensor]]:
+    started = _ops.all_gather_into_tensor_coalesced(tensors, stage[1], stage[0])
+    return lambda: [_ops.wait_tensor(t) for t in started]
+
+
+def gather_joined(tensors: list[Tensor], stage: tuple[str, int]) -> Callable[[], list[Tensor]]:
+    """For gloo, which is not safe with several tensors in one gather: see `gather`."""
+    sizes, parts = [t.numel() for t in tensors], stage[1]
+    started = gather(torch.cat([t.reshape(-1) for t in tensors]), *stage)
+
+    def finish() -> list[Tensor]:
+        pieces = _ops.wait_tensor(started).view(parts, sum(sizes)).split(sizes, 1)
+        found = []
+        for t, piece in zip(tensors, pieces, strict=True):
+            found.append(t.new_empty(parts * t.shape[0], *t.shape[1:]))  # memory of its own
+            found[-1].view(piece.shape).copy_(piece)
+        return found
+
+    return finish
 
 
 def scatter_each(tensors: list[Tensor], stage: tuple[str, int]) -> list[Tensor]:
-    """Under way, as one collective: each [parts * n, ...] -> [n, ...], summed; each to be waited for. Not on
-    gloo."""
+    """Under way, as one collective: each [parts * n, ...] -> [n, ...], summed; each to be waited for."""
     return list(_ops.reduce_scatter_tensor_coalesced(tensors, "sum", stage[1], stage[0]))
 
 

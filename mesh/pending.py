@@ -26,19 +26,13 @@ class Pending:
         return finish()
 
 
-def _as_they_are(stages: Stages, slots: Sequence[Slot], device: torch.device) -> bool:
-    """Not on the CPU: gloo is not safe with many tensors in one gather (`usp.mesh.collectives.gather`), and
-    after a sum each wait for one of them copies all."""
-    return len(stages) == 1 and device.type != "cpu" and all(s.in_order for s in slots)
-
-
 def start_gather(
     stages: Stages, slots: Sequence[Slot], shards: Sequence[Tensor], dtype: torch.dtype
 ) -> tuple[Sequence[Slot], Pending]:
     """Leaves whose parts, one after the other, are the leaf travel as they are; others in one flat buffer."""
-    if _as_they_are(stages, slots, shards[0].device):
-        started = gather_each(as_dtype(shards, dtype), stages[0])
-        return slots, Pending(lambda: [_ops.wait_tensor(t) for t in started])
+    if len(stages) == 1 and all(s.in_order for s in slots):
+        arrived = gather_each(as_dtype(shards, dtype), stages[0])
+        return slots, Pending(lambda: list(arrived()))
     flat = pack_shards(slots, shards, dtype)
     work = gather_flat(flat, stages[-1])
 
@@ -46,7 +40,7 @@ def start_gather(
         buffer = _ops.wait_tensor(work)
         for stage in reversed(stages[:-1]):
             buffer = _ops.wait_tensor(gather_flat(buffer, stage))
-        return list(unpack_full(slots, buffer.view(-1, flat.numel())))
+        return list(unpack_full(slots, buffer.view(len(slots[0].pieces), flat.numel())))
 
     return slots, Pending(finish)
 
@@ -55,7 +49,7 @@ def start_scatter(
     stages: Stages, slots: Sequence[Slot], whole: Sequence[Tensor], dtype: torch.dtype
 ) -> tuple[Sequence[Slot], Pending]:
     """The mirror of `start_gather`."""
-    if _as_they_are(stages, slots, whole[0].device):
+    if len(stages) == 1 and all(s.in_order for s in slots):
         started = scatter_each(as_dtype(whole, dtype), stages[0])
         return slots, Pending(lambda: [_ops.wait_tensor(t) for t in started])
     buffer = pack_full(slots, whole, dtype)

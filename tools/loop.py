@@ -1,9 +1,10 @@
 """The training loop: steps, what is written about them, and when the state is saved."""
 
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -143,8 +144,11 @@ def run_steps(
         ranks.checked(saver.wait)
     except SystemExit:  # on all ranks alike, and what is being saved is good
         ranks.doing("the save that had begun")
-        with suppress(Exception):
+        try:
             saver.wait()
+        except Exception as e:
+            if ranks.first:
+                print(f"the save that had begun failed too: {e}", file=sys.stderr, flush=True)
         raise
     finally:
         settled.close()

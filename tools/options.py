@@ -69,7 +69,7 @@ def step_options(cfg: Train, setup: Setup, mesh: Mesh, ranks: Ranks) -> dict[str
     shared = ranks.exchange(rooms()) if asked else []  # by rank
     if cfg.remat == "auto":
         options |= _chosen(cfg, setup, ranks, compiled, shared) if cuda else {"remat": "full"}
-    # of any rank's share: what all of them need together is compared below, before the first of them takes it
+    # what is free now, undivided: `check_host` compares with it what the ranks that share it need together
     room = min((room.free for room in shared[ranks.rank]), default=None) if shared else None
     options["arena"] = Arena(room) if options["offload"] == "host" else None
     of_loss: Any = {name: value for name, value in options.items() if name != "moments"}

@@ -142,13 +142,13 @@ def _lost_contact(error: BaseException) -> bool:
 
 
 def _without_exit(fn: Callable[[], T]) -> T:
-    """A failing exit, as of the argument parser, as an error without a text: it has said what is wrong."""
+    """A failing exit as an error: with its text, or without one when the argument parser has said it."""
     try:
         return fn()
     except SystemExit as e:
         if not e.code:
             raise
-        raise ValueError from None
+        raise ValueError(*([e.code.removeprefix("error: ")] if isinstance(e.code, str) else [])) from None
 
 
 def start(timeout: float = 600.0) -> Ranks:

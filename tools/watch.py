@@ -50,7 +50,7 @@ class Watch:
     def tell(self, text: str) -> None:
         """Leave word for the other ranks why this one ends."""
         with suppress(RuntimeError):  # whoever keeps the words may have ended too
-            self._store.set(f"told/{self.rank}", text)
+            self._store.set(f"told/{self.rank}", text.encode("utf-8", "backslashreplace").decode())
 
     def others(self) -> tuple[dict[int, str], list[int], dict[int, str]]:
         """What ranks that ended have said; the ranks that gave no sign of life just now; what the rest do."""

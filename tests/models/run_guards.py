@@ -1,7 +1,7 @@
 """What one training step makes a device do, counted on the CPU: kernels, copies, waits of the host, bytes."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from usp import Batch, adamw_init, adamw_update, global_norm, reduce_grads, shard_batch, value_and_grad
 from usp.mesh import TABLES, build_mesh, pending
-from usp.mesh.groups import Stages
-from usp.mesh.packing import Slot
+from usp.mesh.groups import gather_coalesced
 from usp.models import LlamaConfig, init, loss, param_specs
 from usp.optim import clip_scale
 
@@ -23,8 +22,6 @@ CFG = LlamaConfig(
 COPIES = ("copy_", "clone", "_to_copy", "cat", "constant_pad_nd", "index")
 ROOM = ("empty", "empty_like", "empty_strided", "new_empty")  # nothing runs
 WAITS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "unique", "masked_select")
-
-as_they_are = pending._as_they_are
 
 
 class Launches(TorchDispatchMode):
@@ -69,13 +66,9 @@ def step_of(num_layers: int, **options: Any) -> Callable[[], Any]:
 
 def per_layer(options: dict[str, Any]) -> dict[str, Counter[str]]:
     """Of one more layer in a whole step, the difference of two models; and of the smaller whole step."""
-    with patch.object(pending, "_as_they_are", as_on_a_gpu):
+    with patch.object(pending, "gather_each", gather_coalesced):  # as on a GPU
         found = [launches_of(step_of(num_layers, **options)) for num_layers in (3, 4)]
     return {"layer": found[1] - found[0], "step": found[0]}
-
-
-def as_on_a_gpu(stages: Stages, slots: Sequence[Slot], _: torch.device) -> bool:
-    return as_they_are(stages, slots, torch.device("cuda"))
 
 
 def launches_of(step: Callable[[], Any]) -> Counter[str]:

@@ -114,6 +114,19 @@ def test_fewer_heads_than_ranks(
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("module", ["usp.tools.train", "usp.tools.eval"])
+def test_a_length_that_is_none(
+    run: Run, model_dir: Path, corpus: Path, tmp_path: Path, module: str, ranks: int
+) -> None:
+    line = ["--model", str(model_dir), "--data", str(corpus), "--seq-len", "512x"]
+    line += ["--out", str(tmp_path / "out")]
+    result = run(module, *line, ranks=ranks)
+    assert result.returncode == 1
+    message = r"^error(?: on rank 0)?: '512x' must be a number of tokens, .* Change that length\.$"
+    assert len(re.findall(message, result.stderr, re.MULTILINE)) == 1, result.stderr
+
+
 def test_unknown_option_is_said_once(run: Run, model_dir: Path, corpus: Path, tmp_path: Path) -> None:
     result = run("usp.tools.train", *words(model_dir, corpus, tmp_path / "out", colour="red"), ranks=2)
     assert result.returncode != 0
