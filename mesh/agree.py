@@ -72,6 +72,8 @@ def _message(failed: dict[int, tuple[str, str]], num_ranks: int) -> str:
     ranks_of: dict[str, list[int]] = {}
     for rank, (_, text) in failed.items():
         ranks_of.setdefault(text, []).append(rank)
+    if len(ranks_of) > 1:
+        ranks_of.pop("", None)  # ranks that failed with the others and have nothing to say
     if len(failed) == num_ranks and len(ranks_of) == 1:
         return next(iter(ranks_of))  # everyone's error: no rank to name
     return "; ".join(
