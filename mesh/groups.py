@@ -48,7 +48,7 @@ def gather_flat(x: Tensor, stage: tuple[str, int]) -> Tensor:
 
 
 def gather_each(tensors: list[Tensor], stage: tuple[str, int]) -> Callable[[], list[Tensor]]:
-    """Under way, as one collective: each [n, ...] -> [parts * n, ...], when what this returns is called."""
+    """Under way, as one collective: each [n, ...] -> [parts * n, ...]. What this returns waits for them."""
     return (gather_joined if tensors[0].device.type == "cpu" else gather_coalesced)(tensors, stage)
 
 
@@ -59,6 +59,9 @@ def gather_coalesced(tensors: list[Tensor], stage: tuple[str, int]) -> Callable[
 
 def gather_joined(tensors: list[Tensor], stage: tuple[str, int]) -> Callable[[], list[Tensor]]:
     """For gloo, which is not safe with several tensors in one gather: see `gather`."""
+    if len(tensors) == 1:
+        alone = gather(tensors[0], *stage)
+        return lambda: [_ops.wait_tensor(alone)]
     sizes, parts = [t.numel() for t in tensors], stage[1]
     started = gather(torch.cat([t.reshape(-1) for t in tensors]), *stage)
 

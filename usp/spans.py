@@ -77,7 +77,7 @@ def _constant_runs(mask: tuple[Any, ...], rank: int, source: int) -> tuple[Run, 
     return _runs(Mask(*mask), rank, source)
 
 
-@lru_cache(maxsize=256)  # of packed rows each may be 100 KB and more
+@lru_cache(maxsize=256)  # those of packed rows are large, and used in one step
 def _runs(mask: Mask, rank: int, source: int) -> tuple[Run, ...]:
     mine = pieces(mask.seq_len, mask.ring, rank)
     theirs = pieces(mask.seq_len, mask.ring, source)

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.distributed.tensor.debug import CommDebugMode
 
+from tests.comm import Comm
 from tests.mesh.cases import mesh_of
 from tests.pool import Pool
 from tests.usp.dense import Watch, normal
@@ -117,10 +117,10 @@ def against_unchunked() -> list[str]:
         up = normal(2, 10, E, seed=8).tensor_split([3, 6, 9], 1)[rank]
         whole = at_once(x, w, 10, mesh, heads)
         want = torch.autograd.grad(whole, [x, *w], up)
-        with CommDebugMode() as comm:
+        with Comm() as comm:
             out = by_chunks(x, w, num_chunks, 10, mesh, heads)
         forward = comm.get_total_counts()
-        with CommDebugMode() as comm:
+        with Comm() as comm:
             got = torch.autograd.grad(out, [x, *w], up)
         batches = sum(any(b > a for a, b in c.fresh) for c in deal_chunks(*heads, 4, num_chunks))
         if forward != 2 * num_chunks + batches:

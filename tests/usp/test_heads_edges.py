@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.func import grad
 
+from tests.comm import Comm
 from tests.mesh.cases import Sizes, dense, mesh_of, outside
 from tests.pool import Pool
 from tests.usp.test_heads import TABLE, Problem, assert_same
@@ -66,7 +66,7 @@ def refusals() -> None:
         ("must be .B, S, K, H.", (q, k[:, :1], k[:, :1]), TABLE, 8),
         ("pass sizes that add up", (q, k, k), TABLE, 12),
     )
-    with CommDebugMode() as comm:
+    with Comm() as comm:
         for message, (qx, kx, vx), table, seq_len in cases:
             with pytest.raises(ValueError, match=message):
                 seq_to_heads(qx, kx, vx, mesh=mesh, table=table, seq_len=seq_len)
@@ -76,7 +76,7 @@ def refusals() -> None:
     assert comm.get_total_counts() == 0
     square = mesh_of((1, 2, 2))
     for table in (both_sharded, two_axes):
-        with CommDebugMode() as comm, pytest.raises(ValueError, match="Change table 'mine'"):
+        with Comm() as comm, pytest.raises(ValueError, match="Change table 'mine'"):
             seq_to_heads(q, k, k, mesh=square, table=table, seq_len=8)
         assert comm.get_total_counts() == 0
 
