@@ -13,13 +13,14 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from usp.mesh.cast import as_dtypes
 from usp.mesh.collectives import sum_dtype
 from usp.mesh.devices import MeshLike, axis_sizes, coordinates
 from usp.mesh.groups import Stages, stages_of
 from usp.mesh.linear_late import Journey, arrive, depart
 from usp.mesh.linear_many import apply_many
 from usp.mesh.move import Move
-from usp.mesh.packing import Slot, alike, as_dtypes, gathered_axes, make_slot
+from usp.mesh.packing import Slot, alike, gathered_axes, make_slot
 from usp.mesh.pending import Leaf, Pending, start_gather, start_scatter
 from usp.mesh.redistribute import redistribute
 from usp.mesh.spec import Axes, P, check_spec, local_shape

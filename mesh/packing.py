@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -83,29 +82,6 @@ def make_slot(
     own, full = tuple(lengths), list(lengths)
     full[dim] = in_use
     return Slot(index, dim, tuple(full), own, tuple(pieces))
-
-
-def as_dtype(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Each contiguous and of `dtype`; plain tensors, those that change by one kernel together, which widens
-    half again as fast as `Tensor.to` (3.2 TB/s against 2.1 on H200)."""
-    if torch.compiler.is_compiling():
-        return [t.to(dtype).contiguous() for t in tensors]
-    done = [t if t.dtype == dtype else torch.empty(t.shape, dtype=dtype, device=t.device) for t in tensors]
-    changed = [(new, t) for new, t in zip(done, tensors, strict=True) if new is not t]
-    if changed:
-        new, old = zip(*changed, strict=True)
-        torch._foreach_copy_(new, old)  # pyright: ignore[reportPrivateImportUsage]
-    return [t.contiguous() for t in done]
-
-
-def as_dtypes(leaves: Sequence[Tensor | None], dtypes: Sequence[torch.dtype | None]) -> list[Tensor | None]:
-    """`as_dtype` of each leaf that is there, to its own; None leaves it as it is."""
-    found = list(leaves)
-    for dtype in dict.fromkeys(d for d in dtypes if d is not None):
-        same = [i for i, t in enumerate(leaves) if t is not None and dtypes[i] == dtype]
-        for i, t in zip(same, as_dtype([cast(Tensor, leaves[i]) for i in same], dtype), strict=True):
-            found[i] = t
-    return found
 
 
 def pack_shards(slots: Sequence[Slot], tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from usp.mesh.cast import as_dtype
 from usp.mesh.groups import Stages, gather_each, gather_flat, scatter_each, scatter_flat
-from usp.mesh.packing import Slot, as_dtype, pack_full, pack_shards, unpack_full, unpack_shards
+from usp.mesh.packing import Slot, pack_full, pack_shards, unpack_full, unpack_shards
 
 _ops = torch.ops._c10d_functional
 Leaf = Tensor | None

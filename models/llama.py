@@ -141,8 +141,7 @@ def loss(
     connected. Options and communication as for `hidden`, and nothing for the loss itself.
     """
     x_BSD, head_VD = hidden_and_head(params, shard, cfg, table, mesh, options)
-    compiled = options.get("compile", False)
-    total = linear_cross_entropy(x_BSD, head_VD, shard.labels, compiled=compiled)
+    total = linear_cross_entropy(x_BSD, head_VD, shard.labels)
     return mean_of(total, shard.num_valid, table, mesh)
 
 

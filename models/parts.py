@@ -150,13 +150,14 @@ class _SumOfParts(torch.autograd.Function):
         return add_linear(add_linear(dx, dy.flatten(-2), weight, None), y.flatten(-2), dw, None)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         y, weight = ctx.saved_tensors
         grad, (rows, length, parts, width) = grads[0], y.shape
         as_sent = grad.transpose(0, 1).reshape(1, rows * length, -1).expand(parts, -1, -1)
         blocks = torch.bmm(as_sent, weight.unflatten(1, (parts, width)).transpose(0, 1))
         d_y = blocks.view(parts, length, rows, width).permute(2, 1, 0, 3)
-        return grad, d_y, grad.flatten(0, -2).T @ y.flatten(0, 1).flatten(1)
+        d_weight = grad.flatten(0, -2).T @ y.flatten(0, 1).flatten(1) if ctx.needs_input_grad[2] else None
+        return grad, d_y, d_weight
 
 
 class _UnreadSum(torch.autograd.Function):
@@ -171,7 +172,8 @@ class _UnreadSum(torch.autograd.Function):
         ctx.save_for_backward(*inputs[1:])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         y, weight = ctx.saved_tensors
         grad = grads[0]
-        return grad, grad @ weight, grad.flatten(0, -2).T @ y.flatten(0, -2)
+        d_weight = grad.flatten(0, -2).T @ y.flatten(0, -2) if ctx.needs_input_grad[2] else None
+        return grad, grad @ weight, d_weight

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import lru_cache
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from usp.levels import has_tangent, is_batched, levels, one_gradient
+from usp.loss_tile import IGNORE, tile_pass
 from usp.products import add_product
-from usp.programs import own_programs
 
-IGNORE = -100
-TilePass = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 MAX_TILE_ELEMENTS = 2**29  # logits of one tile; below 2^31, where 32-bit indexing ends
 
 
-def linear_cross_entropy(
-    x: Tensor, weight: Tensor, labels: Tensor, *, tile: int = 4096, compiled: bool = False
-) -> Tensor:
+def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, *, tile: int = 4096) -> Tensor:
     """Sum of the token losses of softmax(x @ weight.T) against `labels`.
 
     x [..., D] and weight [V, D] of one dtype, labels [...] int64 with -100 for tokens that do not count.
@@ -29,8 +24,8 @@ def linear_cross_entropy(
     precision (the idea of Liger's fused loss, arXiv 2410.10989), and scaled in the backward. The number of
     tiles depends on shapes alone. Without a valid label the loss and all gradients are exactly zero. Any
     order of derivative, in reverse and forward mode (inside torch.compile reverse only), at the price of a
-    second look at the tiles. `compiled`: what is done to a tile's logits is one compiled pass. Does not
-    communicate. Raises ValueError for shapes that do not fit.
+    second look at the tiles. On CUDA a tile's logits are read and written by one kernel
+    (`usp.loss_tile`). Does not communicate. Raises ValueError for shapes that do not fit.
     """
     if labels.shape != x.shape[:-1] or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         raise ValueError(
@@ -49,7 +44,7 @@ def linear_cross_entropy(
         and (one_gradient() or not levels())
         and not has_tangent(x, weight)
     ):
-        return cast(Tensor, _Fused.apply(x, weight, labels, tile, compiled)[0])  # type: ignore[no-untyped-call]
+        return cast(Tensor, _Fused.apply(x, weight, labels, tile)[0])  # type: ignore[no-untyped-call]
     return cast(Tensor, _Transformable.apply(x, weight, labels, tile))  # type: ignore[no-untyped-call]
 
 
@@ -136,23 +131,23 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, tile: int, compiled: bool
+        x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, tile: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide = torch.promote_types(x_TD.dtype, torch.float32)
-        look = tile_pass(compiled)
         total, grad_x = x_TD.new_zeros((), dtype=wide), torch.empty_like(x_TD)
         grad_weight: Tensor | None = None
         for x, labels, grad in tiles(tile, x_TD, labels_T, grad_x):
-            loss, d_logits = look(x @ weight_VD.T, labels)
+            loss, d_logits = tile_pass(x @ weight_VD.T, labels)
             total += loss
             torch.mm(d_logits, weight_VD, out=grad)
             grad_weight = add_product(grad_weight, d_logits.T, x)
+            del d_logits  # before the next tile's are made
         assert grad_weight is not None
         return total, grad_x, grad_weight.to(weight_VD.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *tensors, ctx.tile, _ = inputs
+        *tensors, ctx.tile = inputs
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *output[1:])
@@ -160,15 +155,15 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         if grads[0] is None:
-            return None, None, None, None, None
+            return None, None, None, None
         x_TD, weight_VD, labels_T, grad_x, grad_weight = ctx.saved_tensors
         if torch.is_grad_enabled() or levels():  # to be differentiated again
-            return *gradients(x_TD, weight_VD, labels_T, grads[0], ctx.tile), None, None, None
+            return *gradients(x_TD, weight_VD, labels_T, grads[0], ctx.tile), None, None
         scale = grads[0]
         return (
             scaled(grad_x, scale) if ctx.needs_input_grad[0] else None,
             scaled(grad_weight, scale) if ctx.needs_input_grad[1] else None,
-            None, None, None,
+            None, None,
         )  # fmt: skip
 
 
@@ -178,25 +173,3 @@ def scaled(x: Tensor, scale: Tensor) -> Tensor:
         return x * scale.to(x.dtype)
     (found,) = torch._foreach_mul([x], scale.to(x.dtype))  # pyright: ignore[reportPrivateImportUsage]
     return found
-
-
-def _look(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of the losses of one tile, and the gradient of its logits, which it writes over, in their dtype."""
-    wide = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
-    valid_T = labels_T != IGNORE
-    index_T1 = labels_T.where(valid_T, 0).unsqueeze(1)
-    lse_T1 = wide.logsumexp(1, keepdim=True)
-    losses_T1 = (lse_T1 - wide.gather(1, index_T1)).where(valid_T.unsqueeze(1), 0.0)
-    target = torch.arange(wide.shape[1], device=wide.device) == index_T1
-    d_logits = wide.sub_(lse_T1).exp_().add_(target, alpha=-1).mul_(valid_T.unsqueeze(1))
-    return losses_T1.sum(), d_logits.to(logits_TV.dtype)
-
-
-@lru_cache(maxsize=1)
-def _compiled_look() -> TilePass:
-    return cast(TilePass, own_programs(_look))
-
-
-def tile_pass(compiled: bool) -> TilePass:
-    """(logits [T, V], which may be written over, labels [T]) -> sum of the losses, the logits' gradient."""
-    return _compiled_look() if compiled else _look

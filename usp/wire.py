@@ -23,6 +23,7 @@ Heads = tuple[tuple[int, int], ...]
 """(number, size) of all heads of each tensor."""
 
 
+ENTRIES = 2048  # of each half of the heads that one program holds at a time: 16 a thread
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -77,13 +78,22 @@ class _Move:
     def run(
         self, tensors: Sequence[Tensor], wire: Tensor, cos: Tensor | None, sin: Tensor | None, *, back: bool
     ) -> None:
-        start = 0
+        """All tensors in one launch."""
+        ranks, length, rows, width = wire.shape
+        half = -(-max(size for _, size in self.heads) // 2)
+        pow2 = 1 << (half - 1).bit_length()
+        tokens = max(1, ENTRIES // pow2)
+        grid = (-(-length * rows // tokens), ranks)
+        if 0 in (*grid, width):
+            return
         with torch.cuda.device_of(wire):  # type: ignore[no-untyped-call]
-            for place, (x, (num, size)) in enumerate(zip(tensors, self.heads, strict=True)):
-                own = num // self.ranks
-                angles = (cos, sin) if cos is not None and place < self.num_turned else None
-                _launch(x, wire, angles, (own, size, start), back=back)
-                start += own * size
+            _kernel()[grid](
+                tuple(tensors), tuple(t.stride()[:3] for t in tensors), wire,
+                wire if cos is None else cos, wire if sin is None else sin,  # not read without a turn
+                length, rows, width,
+                NUMS=tuple(n // ranks for n, _ in self.heads), SIZES=tuple(size for _, size in self.heads),
+                TURNED=0 if cos is None else self.num_turned, POW2=pow2, TOKENS=tokens, BACK=back,
+            )  # fmt: skip
 
 
 class _ToWire(torch.autograd.Function):
@@ -141,32 +151,6 @@ class _FromWire(torch.autograd.Function):
 
 def _rows(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 else x.contiguous()
-
-
-ENTRIES = 2048  # of each half of the heads that one program holds at a time: 16 a thread
-
-
-def _launch(
-    x: Tensor,
-    wire: Tensor,
-    angles: tuple[Tensor | None, Tensor | None] | None,
-    columns: tuple[int, int, int],
-    *,
-    back: bool,
-) -> None:
-    """The heads of x [B, S, N, H] and, of every rank's part of the wire, `columns`: (number, size, first)."""
-    ranks, length, rows, width = wire.shape
-    (num, size, start), half = columns, -(-columns[1] // 2)
-    pow2 = 1 << (half - 1).bit_length()
-    tokens = max(1, ENTRIES // pow2)
-    grid = (-(-length * rows // tokens), ranks)
-    if 0 in (*grid, num):
-        return
-    cos, sin = angles or (x, x)  # not read without a turn
-    _kernel()[grid](
-        x, wire, cos, sin, length, rows, start, width, x.stride(0), x.stride(1), x.stride(2),
-        NUM=num, SIZE=size, HALF=half, POW2=pow2, TOKENS=tokens, BACK=back, TURN=angles is not None,
-    )  # fmt: skip
 
 
 @lru_cache(maxsize=1)

@@ -14,14 +14,13 @@ from torch import Tensor
 
 from usp.adamw import LARGE
 from usp.heads import wire
-from usp.loss import tile_pass
-from usp.mesh.packing import as_dtype
+from usp.loss_tile import tile_pass
+from usp.mesh.cast import as_dtype
 from usp.models import LlamaConfig
-from usp.models.parts import gated, local_parts
+from usp.models.parts import gated, local_parts, rms_norm
 from usp.models.rope import rope, rope_cos_sin
 from usp.optim import adamw_init, adamw_update
 from usp.programs import own_programs
-from usp.tools.bench.calibrate import copies
 from usp.tools.bench.job import Job
 from usp.tools.bench.place import Place
 from usp.tools.bench.shape import shape
@@ -29,7 +28,6 @@ from usp.tools.bench.timing import timed
 from usp.tools.rates import UPDATE_BYTES
 from usp.wire import can_wire, to_wire
 
-COPIED = {"cuda": 2**30, "cpu": 2**22}
 LOSS_TILE = 4096
 RANKS = 2  # for which q, k and v are put in order
 
@@ -37,20 +35,27 @@ RANKS = 2  # for which q, k and v are put in order
 class Pass(NamedTuple):
     label: str
     nbytes: int
-    run: Callable[[], object]
+    run: Callable[..., object]
+    before: Callable[[], tuple[Any, ...]] = tuple
+    """Makes what `run` takes, anew for each call."""
 
 
 def run(job: Job, place: Place) -> None:
     """A row for each pass and length: milliseconds, bytes per second, and how many times the copy's time."""
     cfg, device = shape(job.model, job.layers), place.device
-    rate = copies(COPIED[device.type], place)["memory"]
     lengths = sorted(job.seq_lens)
     for seq_len in lengths:
-        for label, nbytes, work in passes(cfg, seq_len, place, last=seq_len == lengths[-1]):
-            row = {**job.facts(), "label": label, "seq_len": seq_len, "nbytes": nbytes}
-            took = timed(work, device)
-            row |= {"ms": took.device, "host_ms": took.host, "bytes_per_s": 1e3 * nbytes / took.device}
-            place.emit({**row, "over_floor": took.device / (1e3 * nbytes / rate)})
+        for one in passes(cfg, seq_len, place, last=seq_len == lengths[-1]):
+            row = {**job.facts(), "label": one.label, "seq_len": seq_len, "nbytes": one.nbytes}
+            took = timed(one.run, device, before=one.before)
+            row |= {"ms": took.device, "host_ms": took.host, "bytes_per_s": 1e3 * one.nbytes / took.device}
+            place.emit({**row, "over_floor": took.device / copied(one.nbytes, device)})
+
+
+def copied(nbytes: int, device: torch.device) -> float:
+    """Milliseconds of a copy that reads and writes so many bytes in all."""
+    here, there = (torch.empty(nbytes // 2, dtype=torch.uint8, device=device) for _ in range(2))
+    return timed(lambda: there.copy_(here), device).device
 
 
 def passes(cfg: LlamaConfig, tokens: int, place: Place, *, last: bool) -> Iterator[Pass]:
@@ -60,13 +65,15 @@ def passes(cfg: LlamaConfig, tokens: int, place: Place, *, last: bool) -> Iterat
     compiled = place.device.type == "cuda"
     x = torch.randn(1, tokens, cfg.hidden_size, **made)
     weight = torch.randn(cfg.hidden_size, **made)
-    yield from both("norm", local_parts(cfg, compiled).norm, [x, weight], read_back=(x,))
+    norm = local_parts(cfg, compiled).norm
+    yield Pass("norm", size([x, x, weight]), lambda: norm(x.requires_grad_(), weight))
+    yield norm_backward(cfg, x.detach(), weight, compiled=compiled)
     yield from rotation(cfg, tokens, made)
     gates = [torch.randn(1, tokens, cfg.intermediate_size, **made) for _ in range(2)]
     yield from both("activation", own_programs(gated) if compiled else gated, gates, read_back=gates)
     del gates
     if last:
-        yield loss(cfg, tokens, made, compiled=compiled)
+        yield loss(cfg, tokens, made)
         yield from of_weights(cfg, place)
 
 
@@ -85,11 +92,28 @@ def both(
     """`fn` with a graph, and its gradients: these read `read_back` and what comes from above. `kept`: what
     both read besides."""
     wanted = [t.requires_grad_() for t in inputs]
-    y = fn(*wanted)
-    up = torch.randn_like(y)
-    yield Pass(label, size([*inputs, y, *kept]), lambda: fn(*wanted))
+    up = torch.randn_like(fn(*wanted))
+    yield Pass(label, size([*inputs, up, *kept]), lambda: fn(*wanted))
     moved = size([up, *read_back, *kept, *inputs])
-    yield Pass(f"{label}, backward", moved, lambda: torch.autograd.grad(y, wanted, up, retain_graph=True))
+    yield Pass(
+        f"{label}, backward", moved, lambda y: torch.autograd.grad(y, wanted, up),
+        before=lambda: (fn(*wanted),),  # what is compiled takes no graph a second time
+    )  # fmt: skip
+
+
+def norm_backward(cfg: LlamaConfig, x: Tensor, weight: Tensor, *, compiled: bool) -> Pass:
+    """As in the MLP: two products read the result, and the sum of their gradients is a part of the pass."""
+
+    def read_twice(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        y = rms_norm(x, weight, eps=cfg.rms_eps)
+        return y, 2 * y
+
+    wanted = [x.requires_grad_(), weight.requires_grad_()]
+    fn, ups = own_programs(read_twice) if compiled else read_twice, [torch.randn_like(x) for _ in range(2)]
+    return Pass(
+        "norm, backward", size([x, x, *ups]), lambda *ys: torch.autograd.grad(ys, wanted, ups),
+        before=lambda: fn(*wanted),
+    )  # fmt: skip
 
 
 def rotation(cfg: LlamaConfig, tokens: int, made: dict[str, Any]) -> Iterator[Pass]:
@@ -108,13 +132,12 @@ def rotation(cfg: LlamaConfig, tokens: int, made: dict[str, Any]) -> Iterator[Pa
     yield from both("rotation, order of the wire", wired, tensors, read_back=(), kept=turn)
 
 
-def loss(cfg: LlamaConfig, tokens: int, made: dict[str, Any], *, compiled: bool) -> Pass:
+def loss(cfg: LlamaConfig, tokens: int, made: dict[str, Any]) -> Pass:
     """Of one tile: losses, and the logits' gradients, written over them."""
     rows = min(tokens, LOSS_TILE)
     logits = torch.randn(rows, cfg.vocab_size, **made)
     labels = torch.randint(cfg.vocab_size, (rows,), device=made["device"])
-    look = tile_pass(compiled)
-    return Pass(f"loss, a tile of {rows}", 3 * logits.nbytes, lambda: look(logits, labels))
+    return Pass(f"loss, a tile of {rows}", 3 * logits.nbytes, lambda: tile_pass(logits, labels))
 
 
 def of_weights(cfg: LlamaConfig, place: Place) -> Iterator[Pass]:

@@ -108,16 +108,27 @@ class Timed(NamedTuple):
     host: float
 
 
-def timed(fn: Callable[[], Any], device: torch.device, num: int = 10, warmup: int = 2) -> Timed:
-    """A call, alone. On a GPU the host is let run ahead, so that its time does not count as the device's."""
+def timed(
+    fn: Callable[..., Any],
+    device: torch.device,
+    num: int = 10,
+    warmup: int = 2,
+    *,
+    before: Callable[[], tuple[Any, ...]] = tuple,
+) -> Timed:
+    """A call, alone. On a GPU the host is let run ahead, so that its time does not count as the device's.
+
+    before: makes the arguments of one call, which is not timed.
+    """
     for _ in range(warmup):
-        fn()
+        fn(*before())
     found: list[Timed] = []
     for _ in range(num):
+        given = before()
         together(device)
         if device.type == "cpu":
             began = time.perf_counter()
-            fn()
+            fn(*given)
             took = 1e3 * (time.perf_counter() - began)
             found.append(Timed(took, took))
             continue
@@ -125,7 +136,7 @@ def timed(fn: Callable[[], Any], device: torch.device, num: int = 10, warmup: in
         torch.cuda._sleep(AHEAD)  # type: ignore[no-untyped-call]
         start.record()
         began = time.perf_counter()
-        fn()
+        fn(*given)
         took = 1e3 * (time.perf_counter() - began)
         stop.record()
         torch.cuda.synchronize(device)
