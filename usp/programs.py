@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from functools import wraps
 from types import FunctionType
@@ -11,15 +10,6 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
-
-WHOLE_NORMS = "triton.mix_order_reduction_non_strict_mode"
-
-
-def _options() -> dict[str, Any]:
-    """A norm's gradients, of x and of the weight, in one pass for any number of tokens: torch decides that by
-    the number, which would also be one program more. Where this torch knows the option."""
-    config: Any = importlib.import_module("torch._inductor.config")
-    return {WHOLE_NORMS: True} if WHOLE_NORMS in config.get_config_copy() else {}
 
 
 def own_programs(fn: Callable[..., Any], *, dynamic: bool | None = None) -> Any:
@@ -33,7 +23,7 @@ def own_programs(fn: Callable[..., Any], *, dynamic: bool | None = None) -> Any:
     def own() -> Any:
         code = fn.__code__.replace()
         copy = FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
-        return torch.compile(copy, fullgraph=True, dynamic=dynamic, options=_options())
+        return torch.compile(copy, fullgraph=True, dynamic=dynamic)
 
     bare, graphed = own(), own()
 
