@@ -1,4 +1,4 @@
-"""How long the compute stream of a trace stands still."""
+"""How long the compute stream of a trace stands still, and the drawing of it."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from usp.tools.bench.waits import report, streams
+from usp.tools.bench.timeline import PASS, draw, kind_of
+from usp.tools.bench.waits import report, streams, work_of
 
 
 def event(stream: int, start: float, took: float, name: str, cat: str = "kernel") -> dict[str, Any]:
@@ -24,7 +25,8 @@ def test_waits_of_each_stream(tmp_path: Path) -> None:
     ]
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
-    compute, other = streams(path)
+    work = work_of(path)
+    compute, other = streams(work)
     assert (compute.name, other.name) == ("7", "20")
     assert compute.span == pytest.approx(3.0)
     assert compute.busy == pytest.approx(2.0)
@@ -32,10 +34,32 @@ def test_waits_of_each_stream(tmp_path: Path) -> None:
     assert compute.kernels["product"] == pytest.approx(1.5)
     assert other.waits == pytest.approx(0.0)
     assert next(report([compute, other])) == "stream 7: 2.00 of 3.00 ms busy, waits 33.3%"
+    assert draw(work, tmp_path / "trace.png")
+    assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_trace_without_a_gpu(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.write_text('{"traceEvents": []}', encoding="utf-8")
-    assert streams(path) == []
+    assert streams(work_of(path)) == []
     assert list(report([])) == []
+    assert not draw({}, tmp_path / "trace.png")
+    assert not (tmp_path / "trace.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "all-to-all"),
+        ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "gather"),
+        ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "scatter"),
+        ("Memcpy DtoH (Device -> Pinned)", "host copy"),
+        ("Memcpy DtoD (Device -> Device)", PASS[0]),
+        ("kernel_cutlass_kernel_flash_attncuteflash_bwd_sm90FlashAttentionBackwardSm90", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "attention"),
+        ("nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NTN", "product"),
+        ("triton_poi_fused__unsafe_view_mul_silu_1", PASS[0]),
+    ],
+)
+def test_kinds_of_kernels(name: str, kind: str) -> None:
+    assert kind_of(name)[0] == kind

@@ -30,7 +30,7 @@ from usp.models.plan.candidates import candidates
 from usp.models.plan.choose import usable
 from usp.models.plan.settings import OPTIONS, with_stored
 from usp.optim import clip_scale
-from usp.tools.bench import waits
+from usp.tools.bench import timeline, waits
 from usp.tools.bench.job import PLAN, Job, Row, Setting
 from usp.tools.bench.place import Place, kernel_name
 from usp.tools.bench.shape import figures, guess_seconds, shape
@@ -175,7 +175,7 @@ class Model:
         return row
 
     def trace(self, step: Callable[[], Tensor], path: Path) -> Row:
-        """A Chrome trace of one more step, from the first rank, and beside it what it says, in words."""
+        """A Chrome trace of one more step, from the first rank, and beside it what it says, drawn too."""
         with torch.profiler.profile() as profile:
             step()
             wait(self.place.device)
@@ -183,6 +183,8 @@ class Model:
             return {}
         path.parent.mkdir(parents=True, exist_ok=True)
         profile.export_chrome_trace(str(path))
-        found = waits.streams(path)
+        work = waits.work_of(path)
+        found = waits.streams(work)
         path.with_suffix(".txt").write_text("\n".join(waits.report(found)) + "\n", encoding="utf-8")
+        timeline.draw(work, path.with_suffix(".png"))
         return {"waits": found[0].waits} if found else {}
