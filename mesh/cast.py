@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-LARGE = 2**20  # entries; smaller ones change together, in one launch
+from usp.mesh.triton_kernels import DTYPES, kernel_for
+
+LARGE = 2**20  # entries
 BLOCK = 1024
 
 
 def as_dtype(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Each contiguous and of `dtype`; plain tensors.
+    """Each contiguous and of `dtype`, a copy where it must be; plain tensors.
 
-    Large ones on CUDA by a kernel of our own: on H200 it widens at 4.1 TB/s, where `Tensor.to` does at 2.1
-    and `torch._foreach_copy_`, which takes the others, at 3.2.
+    Large ones that lie in a row on CUDA by a kernel of our own: on H200 it widens at 4.1 TB/s, where
+    `Tensor.to` does at 2.1 and `torch._foreach_copy_`, which takes all others at once, at 3.2.
     """
     if torch.compiler.is_compiling():
         return [t.to(dtype).contiguous() for t in tensors]
@@ -28,11 +27,12 @@ def as_dtype(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     for new, t in zip(done, tensors, strict=True):
         if new is t:
             continue
-        if _alone(t, dtype):
-            with torch.cuda.device_of(t):  # type: ignore[no-untyped-call]
-                _kernel()[(-(-t.numel() // BLOCK),)](t, new, t.numel(), BLOCK=BLOCK)
-        else:
+        kernel = kernel_for(t, "usp.mesh.cast_kernel", "cast") if t.numel() >= LARGE else None
+        if kernel is None or dtype not in DTYPES or not t.is_contiguous():
             together.append((new, t))
+            continue
+        with torch.cuda.device_of(t):  # type: ignore[no-untyped-call]
+            kernel[(-(-t.numel() // BLOCK),)](t, new, t.numel(), BLOCK=BLOCK)
     if together:
         made, given = zip(*together, strict=True)
         torch._foreach_copy_(made, given)  # pyright: ignore[reportPrivateImportUsage]
@@ -47,14 +47,3 @@ def as_dtypes(leaves: Sequence[Tensor | None], dtypes: Sequence[torch.dtype | No
         for i, t in zip(same, as_dtype([cast(Tensor, leaves[i]) for i in same], dtype), strict=True):
             found[i] = t
     return found
-
-
-def _alone(t: Tensor, dtype: torch.dtype) -> bool:
-    large = t.is_cuda and t.numel() >= LARGE and t.is_contiguous()
-    return large and t.dtype in DTYPES and dtype in DTYPES and _kernel() is not None
-
-
-@lru_cache(maxsize=1)
-def _kernel() -> Any:
-    """The kernel, or None where there is no Triton."""
-    return importlib.import_module("usp.mesh.cast_kernel").cast

@@ -141,7 +141,8 @@ def loss(
     connected. Options and communication as for `hidden`, and nothing for the loss itself.
     """
     x_BSD, head_VD = hidden_and_head(params, shard, cfg, table, mesh, options)
-    total = linear_cross_entropy(x_BSD, head_VD, shard.labels)
+    compiled = options.get("compile", False)
+    total = linear_cross_entropy(x_BSD, head_VD, shard.labels, compiled=compiled)
     return mean_of(total, shard.num_valid, table, mesh)
 
 

@@ -71,8 +71,8 @@ class Bench:
     limit: float | None = None
     """Seconds that one launch may take. Default: 900; for a part of the scaling 580."""
     trace: Path | None = None
-    """Folder for a Chrome trace of one step of each of our rows, beside it what every stream of the GPU ran and
-    how long it waited, as text and drawn. For step."""
+    """Folder for a Chrome trace of one step of each of our rows, beside it what every stream of the GPU ran
+    and how long it waited, as text and drawn. For step."""
 
     part: int | None = None
     """Only this part of the scaling runs, counted from 0. Each is planned for less than 10 minutes; one

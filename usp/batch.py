@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from usp.loss_tile import IGNORE
-
+IGNORE = -100  # the label of a token that is no target
 WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 

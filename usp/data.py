@@ -10,10 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from usp.batch import Batch, checked
+from usp.batch import IGNORE, Batch, checked
 from usp.host import sent
 from usp.kernels.interface import PACKED
-from usp.loss_tile import IGNORE
 from usp.mesh import MeshLike, P, Table, axis_sizes, local_slices, redistribute
 from usp.mesh.devices import mesh_device
 from usp.order import ring_degree, unit, unzigzag, zigzag

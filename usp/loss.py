@@ -8,14 +8,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from usp.batch import IGNORE
 from usp.levels import has_tangent, is_batched, levels, one_gradient
-from usp.loss_tile import IGNORE, tile_pass
+from usp.loss_tile import tile_pass
 from usp.products import add_product
 
 MAX_TILE_ELEMENTS = 2**29  # logits of one tile; below 2^31, where 32-bit indexing ends
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, *, tile: int = 4096) -> Tensor:
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, labels: Tensor, *, tile: int = 4096, compiled: bool = False
+) -> Tensor:
     """Sum of the token losses of softmax(x @ weight.T) against `labels`.
 
     x [..., D] and weight [V, D] of one dtype, labels [...] int64 with -100 for tokens that do not count.
@@ -24,8 +27,9 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, *, tile: int
     precision (the idea of Liger's fused loss, arXiv 2410.10989), and scaled in the backward. The number of
     tiles depends on shapes alone. Without a valid label the loss and all gradients are exactly zero. Any
     order of derivative, in reverse and forward mode (inside torch.compile reverse only), at the price of a
-    second look at the tiles. On CUDA a tile's logits are read and written by one kernel
-    (`usp.loss_tile`). Does not communicate. Raises ValueError for shapes that do not fit.
+    second look at the tiles. With a gradient, a tile's logits are read and written by one kernel on CUDA;
+    where that cannot be, `compiled` makes one pass of what is done to them. Does not communicate. Raises
+    ValueError for shapes that do not fit.
     """
     if labels.shape != x.shape[:-1] or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         raise ValueError(
@@ -44,7 +48,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, *, tile: int
         and (one_gradient() or not levels())
         and not has_tangent(x, weight)
     ):
-        return cast(Tensor, _Fused.apply(x, weight, labels, tile)[0])  # type: ignore[no-untyped-call]
+        return cast(Tensor, _Fused.apply(x, weight, labels, tile, compiled)[0])  # type: ignore[no-untyped-call]
     return cast(Tensor, _Transformable.apply(x, weight, labels, tile))  # type: ignore[no-untyped-call]
 
 
@@ -131,13 +135,13 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, tile: int
+        x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, tile: int, compiled: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         total, grad_x = x_TD.new_zeros((), dtype=wide), torch.empty_like(x_TD)
         grad_weight: Tensor | None = None
         for x, labels, grad in tiles(tile, x_TD, labels_T, grad_x):
-            loss, d_logits = tile_pass(x @ weight_VD.T, labels)
+            loss, d_logits = tile_pass(x @ weight_VD.T, labels, compiled=compiled)
             total += loss
             torch.mm(d_logits, weight_VD, out=grad)
             grad_weight = add_product(grad_weight, d_logits.T, x)
@@ -147,7 +151,7 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *tensors, ctx.tile = inputs
+        *tensors, ctx.tile, _ = inputs
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *output[1:])
@@ -155,15 +159,15 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         if grads[0] is None:
-            return None, None, None, None
+            return None, None, None, None, None
         x_TD, weight_VD, labels_T, grad_x, grad_weight = ctx.saved_tensors
         if torch.is_grad_enabled() or levels():  # to be differentiated again
-            return *gradients(x_TD, weight_VD, labels_T, grads[0], ctx.tile), None, None
+            return *gradients(x_TD, weight_VD, labels_T, grads[0], ctx.tile), None, None, None
         scale = grads[0]
         return (
             scaled(grad_x, scale) if ctx.needs_input_grad[0] else None,
             scaled(grad_weight, scale) if ctx.needs_input_grad[1] else None,
-            None, None,
+            None, None, None,
         )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The Triton kernel of `usp.loss`, imported where it is used: only with CUDA is there Triton."""
+"""The Triton kernel of `usp.loss_tile`, imported where it is used: only with CUDA is there Triton."""
 
 # pyright: reportMissingImports=false, reportRedeclaration=false, reportPossiblyUnboundVariable=false
 from __future__ import annotations
@@ -9,15 +9,15 @@ try:
     import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
     import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 except ModuleNotFoundError:
-    look: Any = None
+    loss_and_gradient: Any = None
 else:
 
     @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-    def look(  # type: ignore[no-untyped-def]
+    def loss_and_gradient(  # type: ignore[no-untyped-def]
         logits, labels, losses, row, VOCAB: tl.constexpr, IGNORE: tl.constexpr, BLOCK: tl.constexpr
     ):
         """The loss of one token into `losses` [T], and over its `logits` [T, VOCAB], rows `row` apart, their
-        gradient. A label that is no token's gives NaN.
+        gradient. Of a label that is no token's both are NaN.
 
         One program for one token. The sum is carried on from block to block, so that it takes one look
         (Milakov and Gimelshein, arXiv 1805.02867).
@@ -43,7 +43,7 @@ else:
                 level = tl.where(more == -float("inf"), 0.0, more)  # nothing but -inf so far
                 total = total * tl.exp(largest - level) + tl.exp(block - level)
                 largest = more
-            log_sum = largest + tl.log(tl.sum(total, 0))
+            log_sum = tl.where(known, largest + tl.log(tl.sum(total, 0)), float("nan"))
             tl.store(losses + token, log_sum - picked)
             for first in range(0, VOCAB, BLOCK):
                 there = first + column < VOCAB

@@ -1,35 +1,39 @@
-"""What is done to the logits of one tile: in plain torch, or on CUDA by a kernel of our own.
+"""What is done to the logits of one tile: on CUDA by a kernel of our own, else in plain torch.
 
 What torch.compile makes of it reads the logits three times and writes the gradient beside them.
 """
 
 from __future__ import annotations
 
-import importlib
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-IGNORE = -100
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # what float32 is wide enough for
+from usp.batch import IGNORE
+from usp.mesh.triton_kernels import kernel_for
+from usp.programs import own_programs
+
 BLOCK, WARPS = 8192, 8  # logits of a row at a time; measured on H200: 3.9 TB/s, others 3.5 to 3.8
 
 
-def tile_pass(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
+def tile_pass(logits_TV: Tensor, labels_T: Tensor, *, compiled: bool = False) -> tuple[Tensor, Tensor]:
     """Sum of the losses of one tile, and the gradient of its logits, in their dtype.
 
-    The logits may be written over; on CUDA the gradient is where they were.
+    The logits may be written over: the kernel puts the gradient where they were. `compiled`: what the kernel
+    does not take is compiled. A label that is no token's is an error of torch's, or NaN from the kernel, in
+    the loss and in the gradient.
     """
-    usable = logits_TV.is_cuda and logits_TV.dtype in DTYPES and logits_TV.stride(1) == 1
-    if not usable or _kernel() is None:
-        return in_plain_torch(logits_TV, labels_T)
+    kernel = kernel_for(logits_TV, "usp.loss_kernel", "loss_and_gradient")
+    if kernel is None or logits_TV.stride(1) != 1:
+        found: tuple[Tensor, Tensor] = (_compiled() if compiled else in_plain_torch)(logits_TV, labels_T)
+        return found
     num_tokens, vocab = logits_TV.shape
     losses_T = logits_TV.new_empty(num_tokens, dtype=torch.float32)
     if num_tokens:
         with torch.cuda.device_of(logits_TV):  # type: ignore[no-untyped-call]
-            _kernel()[(num_tokens,)](
+            kernel[(num_tokens,)](
                 logits_TV, labels_T.contiguous(), losses_T, logits_TV.stride(0),
                 VOCAB=vocab, IGNORE=IGNORE, BLOCK=BLOCK, num_warps=WARPS,
             )  # fmt: skip
@@ -37,6 +41,7 @@ def tile_pass(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def in_plain_torch(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
+    """As `tile_pass`."""
     wide = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
     valid_T = labels_T != IGNORE
     index_T1 = labels_T.where(valid_T, 0).unsqueeze(1)
@@ -48,6 +53,5 @@ def in_plain_torch(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]
 
 
 @lru_cache(maxsize=1)
-def _kernel() -> Any:
-    """The kernel, or None where there is no Triton."""
-    return importlib.import_module("usp.loss_kernel").look
+def _compiled() -> Any:
+    return own_programs(in_plain_torch)

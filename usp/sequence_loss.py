@@ -14,10 +14,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from usp.batch import IGNORE
 from usp.data import Batch, Shard, place_tokens
 from usp.host import sent
 from usp.loss import MAX_TILE_ELEMENTS, gradients, tile_logits, tiles
-from usp.loss_tile import IGNORE
 from usp.mesh import MeshLike, P, Table, axis_sizes, redistribute
 
 

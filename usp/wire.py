@@ -8,29 +8,28 @@ at a tenth of the memory's speed.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from usp.levels import levels
+from usp.mesh.triton_kernels import kernel_for
 
+ENTRIES = 2048  # of each half of the heads that one program holds at a time: 16 a thread
 Heads = tuple[tuple[int, int], ...]
 """(number, size) of all heads of each tensor."""
 
 
-ENTRIES = 2048  # of each half of the heads that one program holds at a time: 16 a thread
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-
 def can_wire(x: Tensor) -> bool:
     """Whether this module takes tensors like x here and now: it has no vmap."""
-    plain = x.device.type == "cuda" and x.dtype in DTYPES  # what float32 is wide enough to rotate in
-    return plain and not torch.compiler.is_compiling() and not levels() and _kernel() is not None
+    return not levels() and _kernel(x) is not None
+
+
+def _kernel(x: Tensor) -> Any:
+    return kernel_for(x, "usp.wire_kernel", "turn")
 
 
 def to_wire(tensors: Sequence[Tensor], ranks: int, *, turn: tuple[Tensor, Tensor] | None = None) -> Tensor:
@@ -79,6 +78,7 @@ class _Move:
         self, tensors: Sequence[Tensor], wire: Tensor, cos: Tensor | None, sin: Tensor | None, *, back: bool
     ) -> None:
         """All tensors in one launch."""
+        assert all(t.dtype == wire.dtype for t in tensors), "tensors of one dtype"
         ranks, length, rows, width = wire.shape
         half = -(-max(size for _, size in self.heads) // 2)
         pow2 = 1 << (half - 1).bit_length()
@@ -87,7 +87,7 @@ class _Move:
         if 0 in (*grid, width):
             return
         with torch.cuda.device_of(wire):  # type: ignore[no-untyped-call]
-            _kernel()[grid](
+            _kernel(wire)[grid](
                 tuple(tensors), tuple(t.stride()[:3] for t in tensors), wire,
                 wire if cos is None else cos, wire if sin is None else sin,  # not read without a turn
                 length, rows, width,
@@ -151,9 +151,3 @@ class _FromWire(torch.autograd.Function):
 
 def _rows(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 else x.contiguous()
-
-
-@lru_cache(maxsize=1)
-def _kernel() -> Any:
-    """The kernel, or None where there is no Triton."""
-    return importlib.import_module("usp.wire_kernel").turn

@@ -32,13 +32,14 @@ else:
             HALF = (SIZE + 1) // 2
             there = (token < length * rows)[:, None] & (column < HALF)
             beyond = there & (column + HALF < SIZE)
-            near = (b * strides[i][0] + at * strides[i][1] + rank * NUM * strides[i][2])[:, None] + column
+            near = (b * strides[i][0] + at * strides[i][1])[:, None] + column
             if i < TURNED:
                 angle = ((b * length + at) * SIZE)[:, None] + column
                 c = tl.load(cos + angle, mask=there, other=0.0).to(tl.float32)
                 s = tl.load(sin + angle, mask=there, other=0.0).to(tl.float32)
             for n in range(NUM):
-                own, wired = x + near + n * strides[i][2], wire + far + n * SIZE
+                own = x + near + (rank * NUM + n) * strides[i][2]  # in 64 bits, as rank is
+                wired = wire + far + n * SIZE
                 source = wired if BACK else own
                 first = tl.load(source, mask=there, other=0.0)
                 second = tl.load(source + HALF, mask=beyond, other=0.0)

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from usp import Batch, Shard, shard_batch
-from usp.batch import WHOLE, checked, checked_ids, fill_rows
+from usp.batch import IGNORE, WHOLE, checked, checked_ids, fill_rows
 from usp.data import place_tokens, shifted
 from usp.host import sent
-from usp.loss_tile import IGNORE
 from usp.mesh import MeshLike, Table, axis_sizes
 from usp.models.hf.weights import WEIGHTS, checked_weights, target_weights
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from usp.loss_tile import IGNORE
+from usp.batch import IGNORE
 from usp.mesh import MeshLike
 from usp.mesh.agree import gather_objects
 from usp.models.files.safefile import bytes_of

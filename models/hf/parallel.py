@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from usp import Batch, Shard, linear_cross_entropy, shard_batch
-from usp.loss_tile import IGNORE
+from usp.batch import IGNORE
 from usp.mesh import MeshLike, Table, axis_sizes
 from usp.models.hf.attention import KEY, attend, wanted
 from usp.models.hf.handed import Handed

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from usp.loss_tile import IGNORE
+from usp.batch import IGNORE
 
 WEIGHTS = "loss_weights"
 """Name of the column and of the argument."""

@@ -31,10 +31,11 @@ def loss_phases(
         "weights in use": head * item,
         "x and its gradients": x + (1 if layer.compiled or wide == 1 else wide + 1) * x + 2 * x,
     }
-    # a tile's logits, over which the kernel writes their gradient; eager, that too, and both in float32 with
-    # what the log-sum-exp makes of them
+    # compiled means a GPU: a tile's logits, over which the kernel writes their gradient; else that too, and
+    # both in float32 with what the log-sum-exp makes of them. The head's gradient is rounded at the end
     logits = tile * (1 if layer.compiled else 2 + 2 * wide)
-    yield Phase("loss", {**held, "loss": logits + wide * head * item})
+    rounded = 0 if wide == 1 else head * item
+    yield Phase("loss", {**held, "loss": max(logits, rounded) + wide * head * item})
     yield Phase("loss, gradients scaled", {**held, "loss": 2 * head * item + x})
     if rooms.head.received and tree.lm_head is not None:
         moved = (rooms.head.received + rooms.head.sent) * max(item, 4)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from usp.loss_tile import IGNORE, in_plain_torch, tile_pass
+from usp.batch import IGNORE
+from usp.loss_tile import in_plain_torch, tile_pass
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,7 +23,9 @@ def data(tokens: int, vocab: int, dtype: torch.dtype) -> tuple[torch.Tensor, tor
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("tokens", "vocab"), [(300, 128256), (7, 8192), (5, 8193), (6, 50), (65, 32003)])
+@pytest.mark.parametrize(
+    ("tokens", "vocab"), [(300, 128256), (7, 8192), (5, 8193), (6, 50), (65, 32003), (5, 2)]
+)
 def test_equals_float64(tokens: int, vocab: int, dtype: torch.dtype) -> None:
     logits, labels = data(tokens, vocab, dtype)
     want_loss, want = in_plain_torch(logits.double(), labels)
@@ -41,8 +44,8 @@ def test_equals_float64(tokens: int, vocab: int, dtype: torch.dtype) -> None:
 def test_rows_apart_and_no_rows() -> None:
     wide = torch.randn(4, 100, device="cuda")
     rest = wide[:, 60:].clone()
-    labels = torch.tensor([5, 59, IGNORE, 0], device="cuda")
-    want_loss, want = in_plain_torch(wide[:, :60].clone(), labels)
+    labels = torch.tensor([[5, 1], [59, 2], [IGNORE, 3], [0, 4]], device="cuda", dtype=torch.int32)[:, 0]
+    want_loss, want = in_plain_torch(wide[:, :60].clone(), labels.long())
     loss, found = tile_pass(wide[:, :60], labels)
     torch.testing.assert_close(loss, want_loss)
     torch.testing.assert_close(found, want)
@@ -51,5 +54,8 @@ def test_rows_apart_and_no_rows() -> None:
 
 
 def test_a_label_that_is_no_token_is_not_hidden() -> None:
-    logits = torch.randn(3, 50, device="cuda")
-    assert tile_pass(logits, torch.tensor([1, 50, 2], device="cuda"))[0].isnan()
+    for label in (50, -1, 2**40):
+        logits = torch.randn(3, 50, device="cuda")
+        loss, found = tile_pass(logits, torch.tensor([1, label, 2], device="cuda"))
+        assert loss.isnan()
+        assert found.isnan().all(1).tolist() == [False, True, False]

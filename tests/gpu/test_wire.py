@@ -81,3 +81,12 @@ def test_large_offsets() -> None:
     assert x.numel() > 2**31
     assert torch.equal(wired[1, -5:, 0].view(5, 16, 128), x[0, -5:, 16:])
     assert torch.equal(from_wire(wired, ((32, 128),))[0][0, -5:], x[0, -5:])
+
+
+def test_heads_that_lie_far_apart() -> None:
+    """Of a view of [B, N, S, H]: the last of 17 heads starts 2^31 entries behind the first."""
+    base = torch.zeros(1, 17, 2**20, 128, device="cuda", dtype=torch.bfloat16)
+    base[:, 16, -3:] = torch.randn(1, 3, 128, device="cuda")
+    wired = to_wire([base.transpose(1, 2)], 1)
+    assert torch.equal(wired[0, :, 0, 16 * 128 :], base[0, 16])
+    assert not wired[0, :, 0, : 16 * 128].any()

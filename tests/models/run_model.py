@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tests.models.batches import two_rows
 from tests.schemes import SCHEMES
 from usp import reduce_grads, shard_batch, unshard_batch, value_and_grad
-from usp.loss_tile import IGNORE
+from usp.batch import IGNORE
 from usp.mesh import P, build_mesh, redistribute
 from usp.mesh.devices import AXES
 from usp.models import Params, abstract, from_hf, logits, loss, map_params, named_leaves, param_specs

@@ -52,8 +52,9 @@ def matmul(tokens: int, d: int, f: int, place: Place) -> float:
 def copies(nbytes: int, place: Place) -> Row:
     """Bytes per second on the device, counted as read and written, and between it and page-locked memory."""
     cuda = place.device.type == "cuda"
-    here, there = (torch.empty(nbytes, dtype=torch.uint8, device=place.device) for _ in range(2))
-    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=cuda)
+    # written once: the CPU reads pages that never were from one page of zeros
+    here, there = (torch.ones(nbytes, dtype=torch.uint8, device=place.device) for _ in range(2))
+    host = torch.ones(nbytes, dtype=torch.uint8, pin_memory=cuda)
     ways: dict[str, tuple[int, Callable[[], Any]]] = {
         "memory": (2 * nbytes, lambda: there.copy_(here)),
         "to_host": (nbytes, lambda: host.copy_(here, non_blocking=True)),

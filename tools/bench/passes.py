@@ -54,7 +54,7 @@ def run(job: Job, place: Place) -> None:
 
 def copied(nbytes: int, device: torch.device) -> float:
     """Milliseconds of a copy that reads and writes so many bytes in all."""
-    here, there = (torch.empty(nbytes // 2, dtype=torch.uint8, device=device) for _ in range(2))
+    here, there = (torch.ones(nbytes // 2, dtype=torch.uint8, device=device) for _ in range(2))
     return timed(lambda: there.copy_(here), device).device
 
 
@@ -66,8 +66,9 @@ def passes(cfg: LlamaConfig, tokens: int, place: Place, *, last: bool) -> Iterat
     x = torch.randn(1, tokens, cfg.hidden_size, **made)
     weight = torch.randn(cfg.hidden_size, **made)
     norm = local_parts(cfg, compiled).norm
-    yield Pass("norm", size([x, x, weight]), lambda: norm(x.requires_grad_(), weight))
-    yield norm_backward(cfg, x.detach(), weight, compiled=compiled)
+    wanted = x.requires_grad_(), weight.requires_grad_()
+    yield Pass("norm", size([x, x, weight]), lambda: norm(*wanted))
+    yield norm_backward(cfg, *wanted, compiled=compiled)
     yield from rotation(cfg, tokens, made)
     gates = [torch.randn(1, tokens, cfg.intermediate_size, **made) for _ in range(2)]
     yield from both("activation", own_programs(gated) if compiled else gated, gates, read_back=gates)
@@ -102,13 +103,14 @@ def both(
 
 
 def norm_backward(cfg: LlamaConfig, x: Tensor, weight: Tensor, *, compiled: bool) -> Pass:
-    """As in the MLP: two products read the result, and the sum of their gradients is a part of the pass."""
+    """As in the MLP, where two products read the result and the sum of their gradients is a part of the pass:
+    the model's norm, compiled with two readers in their place."""
 
     def read_twice(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         y = rms_norm(x, weight, eps=cfg.rms_eps)
         return y, 2 * y
 
-    wanted = [x.requires_grad_(), weight.requires_grad_()]
+    wanted = [x, weight]
     fn, ups = own_programs(read_twice) if compiled else read_twice, [torch.randn_like(x) for _ in range(2)]
     return Pass(
         "norm, backward", size([x, x, *ups]), lambda *ys: torch.autograd.grad(ys, wanted, ups),

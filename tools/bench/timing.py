@@ -131,6 +131,7 @@ def timed(
             fn(*given)
             took = 1e3 * (time.perf_counter() - began)
             found.append(Timed(took, took))
+            del given  # before the next is made
             continue
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         torch.cuda._sleep(AHEAD)  # type: ignore[no-untyped-call]
@@ -140,6 +141,7 @@ def timed(
         took = 1e3 * (time.perf_counter() - began)
         stop.record()
         torch.cuda.synchronize(device)
+        del given
         found.append(Timed(float(start.elapsed_time(stop)), took))
     device_ms = statistics.median(t.device for t in found)
     host_ms = statistics.median(t.host for t in found)
