@@ -142,13 +142,11 @@ def alst(cfg: LlamaConfig, place: Place, batch: int, seq_len: int) -> Exchange:
     module.num_key_value_groups = cfg.num_heads // cfg.num_kv_heads  # type: ignore[assignment]
 
     part = seq_len // place.world
-    own = torch.arange(part, device=place.device) + place.rank * part
+    own = (torch.arange(part, device=place.device) + place.rank * part).repeat(batch, 1)
 
     def exchange(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         first = (t.transpose(1, 2) for t in (q, k, v))
-        found: Tensor = wrapper(
-            module, *first, None, position_ids=own.expand(batch, -1), scaling=cfg.head_dim**-0.5
-        )[0]
+        found: Tensor = wrapper(module, *first, None, position_ids=own, scaling=cfg.head_dim**-0.5)[0]
         return found.view(q.shape)
 
     return exchange
