@@ -130,6 +130,10 @@ def check(cfg: Bench) -> None:
             raise ValueError(f"{name}={getattr(cfg, name)} must be at least 1 each. Change --{flag}.")
     if cfg.gpus is not None and cfg.gpus < 0:
         raise ValueError(f"gpus={cfg.gpus} must be 0 or more. Change --gpus.")
+    if cfg.dry_run and cfg.part is not None:
+        raise ValueError(
+            f"part={cfg.part} must be left out with dry_run, which names all parts. Leave out --part."
+        )
     if cfg.what == "scaling" and len(cfg.seq_len) not in (0, 2):
         raise ValueError(
             f"seq_len={cfg.seq_len} must be two numbers for scaling. Give tokens per GPU and tokens in all."

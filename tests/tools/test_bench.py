@@ -119,7 +119,7 @@ def test_layers_keep_the_order_of_their_windows(windowed_dir: Path) -> None:
     row = {"model": model, "layers": 6, "world": 1, "seq_len": 1024, "variant": "ulysses"}
     run = report.Run("scaling", "", "", {"host_memory": 10**12}, [row])
     (said,) = (line for line in scaling_lines([row], [run], Bench(), 10**10) if "longest row" in line)
-    assert "on 1 GPUs, as the plan foretells: " in said
+    assert "on 1 GPU, as the plan foretells: " in said
     assert "nothing fits" not in said
 
 
@@ -245,7 +245,19 @@ def test_plan_tells_the_time_once_rates_are_known(
         ),
         (["--what", "memory", "--window", "0"], "window=0 must be at least 1"),
         (["--setting", "tile=3"], "setting='tile=3' must use table, ring, remat"),
-        (["--setting", "offload=3"], "must give offload another value, got '3'"),
+        (["--setting", "offload=3"], "must give offload a name, got '3'"),
+        (["--setting", "mlp_tile=-4"], "must give mlp_tile a whole number, got '-4'"),
+        (["--setting", "remat=foo"], "remat='foo' must be one of none, full, attention"),
+        (["--setting", "head_chunks=3"], "head_chunks=3 must be from 1 to the 2 query heads of a rank"),
+        (
+            ["--what", "scan", "--kernel", "foo"],
+            "kernel=foo must be one of auto, cpu, tiled, reference on a CPU",
+        ),
+        (["--kernel", "flash4"], "kernel=flash4 must be one of auto, cpu, tiled, reference on a CPU"),
+        (["--peers", "none", "deepspeed"], "peers=none deepspeed must hold none alone"),
+        (["--what", "scaling", "--dry-run", "--part", "0"], "part=0 must be left out with dry_run"),
+        (["--plot"], "plot must name JSON files"),
+        (["--plot", "nowhere.json"], "nowhere.json must be a file, and is not there"),
         (["--setting", "ring=3"], "ring=3 must divide the processes, got 2"),
         (["--setting", "table=ulysses,ring=2"], "ring=2 must be 1 where it cuts nothing, got table=ulysses"),
         (["--model", "nothing"], "model=nothing must be"),

@@ -14,7 +14,7 @@ import pytest
 from tests.tools.bench_worker import OUT_OF_MEMORY
 from usp.tools.bench import launch, plots
 from usp.tools.bench.job import Job
-from usp.tools.bench.report import joined, load
+from usp.tools.bench.report import Run, joined, load
 from usp.tools.cli import main as usp
 
 JSON = ("what", "command", "started", "machine", "rows")
@@ -125,3 +125,16 @@ def test_runs_are_added_and_drawn_again(
     (tmp_path / "other.json").write_text("[]")
     with pytest.raises(SystemExit, match=r"other\.json must be JSON written by usp bench"):
         usp(["bench", "--plot", str(tmp_path / "other.json")])
+
+
+def test_shares_are_of_what_is_left_of_a_run() -> None:
+    def row(contender: str, seq_len: int, speed: float, **more: Any) -> dict[str, Any]:
+        facts = {"what": "step", "label": contender, "variant": "free", "world": 1}
+        return {**facts, "contender": contender, "seq_len": seq_len, "tokens_per_s_gpu": speed, **more}
+
+    old = Run("step", "a", "1", {}, [row("usp", 64, 10.0), row("peer", 64, 8.0, ours_over=1.25)])
+    new = Run("step", "b", "2", {}, [row("usp", 64, 12.0), row("usp", 96, 9.0), row("peer", 96, 6.0)])
+    found = {(r["contender"], r["seq_len"]): r for r in joined([old, new])}
+    assert found["usp", 64]["tokens_per_s_gpu"] == 12.0
+    assert "ours_over" not in found["peer", 64]  # ours of that run was measured again in another
+    assert found["peer", 96]["ours_over"] == 1.5

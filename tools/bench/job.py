@@ -57,7 +57,7 @@ class Setting:
                 raise ValueError(f"setting={text!r} must use {', '.join(known)}, got {name!r}. Correct it.")
             words = {"None": None, "True": True, "False": False}
             values[name] = int(value) if value.isdigit() else words.get(value, value)
-            fits = {
+            fits: dict[str, Any] = {
                 "table": str,
                 "remat": str,
                 "offload": str,
@@ -66,7 +66,8 @@ class Setting:
                 "mlp_tile": int | None,
             }
             if not isinstance(values[name], fits.get(name, int)):
-                raise ValueError(f"setting={text!r} must give {name} another value, got {value!r}.")
+                wanted = {str: "a name", bool: "True or False"}.get(fits.get(name, int), "a whole number")
+                raise ValueError(f"setting={text!r} must give {name} {wanted}, got {value!r}. Correct it.")
         for name, allowed in (("table", tuple(TABLES)), ("moments", ("device", "host"))):
             if values.get(name, allowed[0]) not in allowed:
                 raise ValueError(f"setting={text!r} must give {name} as one of {', '.join(allowed)}.")

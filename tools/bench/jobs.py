@@ -10,8 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from usp.arena import Arena
+from usp.kernels import KERNELS
 from usp.mesh import TABLES
 from usp.models import LlamaConfig, check_layout
+from usp.models.options import Options, check_how
 from usp.models.plan.candidates import MLP_TILE
 from usp.models.plan.settings import with_stored
 from usp.tools.bench.job import PLAN, Job, Setting
@@ -40,6 +43,7 @@ LENGTHS: Mapping[str, tuple[int, ...]] = MappingProxyType(
     }
 )
 ON_CPU: Mapping[str, tuple[int, ...]] = MappingProxyType({"scaling": (128, 512), "memory": (256, 512)})
+ON_A_CPU = ("cpu", "tiled")  # kernels
 ALONE = ("kernel", "loss", "passes")  # measured on one device
 OURS: Mapping[str, Setting] = MappingProxyType(
     {
@@ -60,16 +64,19 @@ def resources(cfg: Bench) -> Resources:
     """Processes and device kind to use. Raises ValueError for what is not there."""
     visible = torch.cuda.device_count()  # does not touch the devices
     gpus = visible if cfg.gpus is None else cfg.gpus
+    if gpus and cfg.processes:
+        raise ValueError(f"processes={cfg.processes} must be left out on GPUs. Or give --gpus 0.")
     if under_torchrun():
         if cfg.gpus or cfg.processes:
             raise ValueError("gpus and processes must be left out under torchrun, which says them.")
         number = int(os.environ["WORLD_SIZE"])
     else:
         if gpus > visible and not cfg.dry_run:
-            raise ValueError(f"gpus={gpus} must be at most those that are visible, got {visible}.")
+            raise ValueError(
+                f"gpus={gpus} must be at most those that are visible, got {visible}. Lower --gpus; 0 is the "
+                f"CPU."
+            )
         number = gpus or cfg.processes or 2
-    if gpus and cfg.processes:
-        raise ValueError(f"processes={cfg.processes} must be left out on GPUs. Or give --gpus 0.")
     if mode(cfg) in ALONE and not under_torchrun():
         if max(cfg.gpus or 0, cfg.processes or 0) > 1:
             raise ValueError(f"{mode(cfg)} must be measured on one device. Leave out --gpus and --processes.")
@@ -106,21 +113,37 @@ def model_of(cfg: Bench, where: Resources) -> LlamaConfig:
     return shape(model_name(cfg, where), cfg.layers, cfg.window)
 
 
-def check_setting(setting: Setting, model: LlamaConfig, processes: int) -> None:
-    """ValueError for a table and mesh that do not go together, or with the model."""
+def check_setting(setting: Setting, model: LlamaConfig, processes: int, kernel: str) -> None:
+    """ValueError for what does not go together, or with the model."""
     if processes % setting.ring:
         raise ValueError(
             f"ring={setting.ring} must divide the processes, got {processes}. Change it in {setting.label!r}."
         )
     sizes = {"dp": 1, "ring": setting.ring, "ulysses": processes // setting.ring}
     check_axes(setting.table, ring=sizes["ring"], ulysses=sizes["ulysses"])
-    check_layout(model, mesh=sizes, table=TABLES[setting.table])
-    with_stored(setting.remat, setting.stored, model.num_layers)
+    table = TABLES[setting.table]
+    check_layout(model, mesh=sizes, table=table)
+    remat = with_stored(setting.remat, setting.stored, model.num_layers)
+    options: Options = {"remat": "attention" if setting.remat == PLAN else remat}
+    options |= {"group": setting.group, "offload": setting.offload, "mlp_tile": setting.mlp_tile}
+    options |= {"head_chunks": setting.head_chunks, "kernel": kernel}
+    if setting.offload == "host":
+        options["arena"] = Arena()
+    check_how(model, table=table, mesh=sizes, options=options)
+
+
+def check_kernel(name: str, device: str) -> None:
+    """ValueError for a name that is no kernel's, or of one that a CPU has not."""
+    known = ("auto", *(k for k in KERNELS if device == "cuda" or k in ON_A_CPU), "reference")
+    if name not in known:
+        where = "" if device == "cuda" else " on a CPU"
+        raise ValueError(f"kernel={name} must be one of {', '.join(known)}{where}. Change --kernel.")
 
 
 def jobs(cfg: Bench, where: Resources) -> list[Job]:
     """Ours first, then every peer's. Raises ValueError for a model, setting or length that does not do."""
     model, what = model_of(cfg, where), mode(cfg)
+    check_kernel(cfg.kernel, where.device)
     seq_lens = lengths(cfg, where.device)
     common: dict[str, Any] = {
         "what": what, "model": model_name(cfg, where), "layers": model.num_layers, "window": cfg.window,
@@ -137,7 +160,7 @@ def jobs(cfg: Bench, where: Resources) -> list[Job]:
     common |= {"processes": where.processes, "seq_lens": seq_lens}
     settings = tuple(Setting.parse(text) for text in cfg.setting)
     for setting in settings:
-        check_setting(setting, model, where.processes)
+        check_setting(setting, model, where.processes, cfg.kernel)
     if what == "memory":
         settings = settings or ladder(model, max(seq_lens), where.processes)
     if what == "step":

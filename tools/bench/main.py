@@ -40,6 +40,8 @@ def bench(cfg: Bench, words: Sequence[str]) -> None:
     Ctrl-C and SIGTERM end what was started, and what has been measured by then is shown and kept.
     """
     check(cfg)
+    if "--plot" in words and not cfg.plot:
+        raise ValueError("plot must name JSON files that usp bench has written, got none. Give --plot FILE.")
     if cfg.plot:
         return show(cfg.what, [run for file in cfg.plot for run in report.load(file)], cfg)
     where = resources(cfg)
@@ -73,6 +75,8 @@ def bench(cfg: Bench, words: Sequence[str]) -> None:
         show(cfg.what, report.load(file) if cfg.what == "scaling" else [run], cfg)
     if interrupted:
         raise SystemExit(INTERRUPTED)
+    if first and run.rows and all("error" in row for row in run.rows):
+        raise SystemExit(1)
 
 
 def headline(job: Job) -> str:
@@ -131,10 +135,13 @@ def calibrated(cfg: Bench, rows: Sequence[Row]) -> None:
 
 def show(what: str, runs: Sequence[report.Run], cfg: Bench) -> None:
     """Table, what follows from it, and the plot."""
-    runs = [run for run in runs if run.what == what]
+    given, runs = runs, [run for run in runs if run.what == what]
     rows = report.joined(runs)
     if not rows:
-        raise ValueError(f"plot={[str(p) for p in cfg.plot]} must hold rows of {what}. Change --what.")
+        held = ", ".join(sorted({run.what for run in given})) or "nothing"
+        raise ValueError(
+            f"plot={[str(p) for p in cfg.plot]} must hold rows of {what}, got {held}. Change --what."
+        )
     device, gpu_memory = describe(runs)
     print(table(what, rows))
     if what == "memory":
@@ -174,6 +181,6 @@ def scaling_lines(
         for layers, n in product(*(sorted({row[name] for row in rows}) for name in ("layers", "world"))):
             model = shape(rows[0]["model"], layers)
             tokens, how = scaling.foretold_longest(model, n, gpu_memory, host)
-            where = f"longest row of {layers} layers on {n} GPUs, as the plan foretells"
+            where = f"longest row of {layers} layers on {n} GPU{'s' * (n > 1)}, as the plan foretells"
             found.append(f"  {where}: {tokens} tokens with {how}")
     return found

@@ -20,6 +20,8 @@ class Panel(NamedTuple):
     by: tuple[str, ...]
     unit: str
     rows: Callable[[Sequence[Row]], Sequence[Row]] = lambda rows: rows
+    grows: bool = False
+    """By the length: drawn on a logarithmic scale."""
 
 
 def field(name: str, scale: float = 1.0) -> Callable[[Row], float | None]:
@@ -68,7 +70,8 @@ PANELS: Mapping[str, tuple[Panel, ...]] = MappingProxyType(
         ),
         "exchange": (
             Panel("over a raw all-to-all", _TOKENS, field("over_raw"), _WHO, "times"),
-            Panel("forward", _TOKENS, field("forward_ms"), _WHO, "ms"),
+            Panel("forward", _TOKENS, field("forward_ms"), _WHO, "ms", grows=True),
+            Panel("backward", _TOKENS, field("backward_ms"), _WHO, "ms", grows=True),
         ),
         "scan": (
             Panel("scan over loop", _TOKENS, field("over_loop"), ("label",), "times"),
@@ -86,13 +89,23 @@ PANELS: Mapping[str, tuple[Panel, ...]] = MappingProxyType(
 )
 
 
+OF_ONE_LAYER = ("kernel", "exchange", "loss", "passes")
+
+
+def _by_processes(panel: Panel, rows: Sequence[Row]) -> Panel:
+    """A line for each number of processes, too, where rows differ in it and it is not what they are over."""
+    more = panel.x != "world" and len({row.get("world") for row in rows if "error" not in row}) > 1
+    return panel._replace(by=(*panel.by, "world")) if more else panel
+
+
 def plot(what: str, rows: Sequence[Row], path: Path) -> bool:
     """Draw the rows that were measured; False where matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         return False
     from matplotlib.figure import Figure
 
-    panels = PANELS[what]
+    drawable = [panel for panel in PANELS[what] if any(panel.y(row) is not None for row in rows)]
+    panels = [_by_processes(panel, rows) for panel in drawable or PANELS[what][:1]]
     figure = Figure(figsize=(7 * len(panels), 5.5), layout="constrained")
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         drawn = [row for row in rows if panel.y(row) is not None and panel.x in row]
@@ -100,7 +113,8 @@ def plot(what: str, rows: Sequence[Row], path: Path) -> bool:
     measured = next((row for row in rows if "error" not in row), None)
     if measured is not None:
         where = "CPU, " if measured["device"] == "cpu" else ""
-        figure.suptitle(f"{where}{measured['model']}, {measured['layers']} layers: {what}")
+        layers = "" if what in OF_ONE_LAYER else f", {measured['layers']} layers"
+        figure.suptitle(f"{where}{measured['model']}{layers}: {what}")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     return True
@@ -112,18 +126,21 @@ def draw(axes: Any, panel: Panel, rows: Sequence[Row]) -> None:
     keys = list(dict.fromkeys(tuple(row.get(name, "") for name in panel.by) for row in rows))
     for i, key in enumerate(keys):
         own = [row for row in rows if tuple(row.get(name, "") for name in panel.by) == key]
-        label = " ".join(map(str, key))
+        label = " ".join(
+            f"{word} processes" if by == "world" else str(word)
+            for by, word in zip(panel.by, key, strict=True)
+        )
         if numeric:
             own.sort(key=lambda row: row[panel.x])
             axes.plot([r[panel.x] for r in own], [panel.y(r) for r in own], marker="o", label=label)
         else:
-            width = 0.8 / len(keys)
-            at = [names.index(row[panel.x]) + i * width for row in own]
+            width = 0.8 / len(keys)  # of a group, whose middle is at its name
+            at = [names.index(row[panel.x]) + (i - (len(keys) - 1) / 2) * width for row in own]
             axes.barh(at, [panel.y(row) for row in own], width, label=label)
     if numeric and rows:
         axes.set_xscale("log", base=2)
         axes.set(xlabel={"seq_len": "tokens in one row", "world": "GPUs"}.get(panel.x, panel.x))
-        axes.set(ylabel=panel.unit)
+        axes.set(ylabel=panel.unit, yscale="log" if panel.grows else "linear")
     else:
         axes.set_yticks(range(len(names)), names)
         axes.invert_yaxis()
@@ -131,4 +148,5 @@ def draw(axes: Any, panel: Panel, rows: Sequence[Row]) -> None:
     axes.set(title=panel.title)
     axes.grid(alpha=0.3)
     if keys:
-        axes.legend(fontsize="small")
+        title = "tokens" if panel.by == (_TOKENS,) else None
+        axes.legend(fontsize="small", title=title, framealpha=0.6)

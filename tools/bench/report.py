@@ -42,19 +42,31 @@ def load(path: Path) -> list[Run]:
         if found["format"] != FORMAT:
             raise ValueError(f"format {found['format']}")
         return [Run(**one) for one in found["runs"]]
-    except (KeyError, TypeError, ValueError) as e:
+    except FileNotFoundError:
+        raise ValueError(f"{path} must be a file, and is not there. Name another.") from None
+    except KeyError as e:
+        raise ValueError(
+            f"{path} must be JSON written by usp bench, got none of its {e}. Name another."
+        ) from None
+    except (TypeError, ValueError) as e:
         raise ValueError(f"{path} must be JSON written by usp bench, got: {e}. Name another file.") from None
 
 
 def joined(runs: Sequence[Run]) -> list[Row]:
-    """Rows of all runs; of the same measurement the newest, unless only an older one came to an end."""
-    found: dict[tuple[Any, ...], Row] = {}
+    """Rows of all runs; of the same measurement the newest, unless only an older one came to an end. Shares
+    are of what is left of a run."""
+    found: dict[tuple[Any, ...], tuple[int, Row]] = {}
     names = ("what", "contender", "model", "layers", "window", "device", "world", "label", "seq_len", "batch")
-    for row in (row for run in runs for row in run.rows):
+    for i, row in ((i, row) for i, run in enumerate(runs) for row in run.rows):
         key = (*(row.get(name) for name in names), row.get("kernel") if row["what"] == "kernel" else "")
         if key not in found or "error" not in row:
-            found[key] = row
-    return list(found.values())
+            found[key] = i, row
+    kept = [[row for of, row in found.values() if of == i] for i in range(len(runs))]
+    shared = [
+        iter(with_shares(rows, str(run.machine.get("device", ""))))
+        for run, rows in zip(runs, kept, strict=True)
+    ]
+    return [next(shared[i]) for i, _ in found.values()]
 
 
 def with_shares(rows: Sequence[Row], device: str) -> list[Row]:
@@ -70,7 +82,7 @@ def with_shares(rows: Sequence[Row], device: str) -> list[Row]:
     }
     found = []
     for row in rows:
-        row = dict(row)
+        row = {name: value for name, value in row.items() if name != "ours_over"}
         if peak and "tflops_gpu" in row:
             row["peak_share"] = row["tflops_gpu"] * 1e12 / peak
         own = ours.get((row.get("variant"), row.get("seq_len")))

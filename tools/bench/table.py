@@ -28,9 +28,19 @@ def number(name: str, pattern: str = ".1f", scale: float = 1.0) -> Callable[[Row
 
     def text(row: Row) -> str:
         value = row.get(name)
-        return NOTHING if value is None else format(value * scale, pattern)
+        if value is None:
+            return NOTHING
+        found = format(value * scale, pattern)
+        small = value and float(found.rstrip("%")) == 0
+        return format(value * scale, ".1%" if pattern.endswith("%") else ".2g") if small else found
 
     return text
+
+
+def host(pattern: str, whole: str) -> Callable[[Row], str]:
+    """The host's time, where it is not just that of the `whole` call, as on a CPU."""
+    text = number("host_ms", pattern)
+    return lambda row: NOTHING if row.get("host_ms") == row.get(whole) else text(row)
 
 
 def word(name: str) -> Callable[[Row], object]:
@@ -103,7 +113,7 @@ COLUMNS: Mapping[str, tuple[Column, ...]] = MappingProxyType(
             Column("forward ms", number("forward_ms", ".3f")),
             Column("backward ms", number("backward_ms", ".3f")),
             Column("over raw", number("over_raw", ".2f")),
-            Column("host ms", number("host_ms", ".3f")),
+            Column("host ms", host(".3f", "forward_ms")),
         ),
         "scan": (
             Column("row", word("label")), _LENGTH, Column("scan ms", number("scan_ms", ".2f")),
@@ -117,11 +127,11 @@ COLUMNS: Mapping[str, tuple[Column, ...]] = MappingProxyType(
             Column("pass", word("label")), _LENGTH, Column("ms", number("ms", ".3f")),
             Column("MiB", number("nbytes", ".0f", 1 / 2**20)),
             Column("TB/s", number("bytes_per_s", ".2f", 1e-12)),
-            Column("over a copy", number("over_floor", ".2f")), Column("host ms", number("host_ms", ".3f")),
+            Column("over a copy", number("over_floor", ".2f")), Column("host ms", host(".3f", "ms")),
         ),
         "loss": (
             Column("loss", word("label")), _LENGTH, Column("ms", number("ms", ".2f")),
-            Column("over floor", number("over_floor", ".2f")), Column("host ms", number("host_ms", ".2f")),
+            Column("over floor", number("over_floor", ".2f")), Column("host ms", host(".2f", "ms")),
             _PEAK,
         ),
     }

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from usp.tools.bench.waits import Work
+from usp.tools.bench.waits import Work, streams
 
 KINDS: Mapping[str, tuple[tuple[str, ...], str]] = MappingProxyType(
     {
@@ -46,10 +47,14 @@ def draw(found: Mapping[str, Sequence[Work]], path: Path) -> bool:
     length = max(work[-1].stop for work in found.values()) - begin
     figure = Figure(figsize=(14, 2.5 + 0.8 * len(busiest)), layout="constrained")
     whole, near = figure.subplots(2, 1)
-    for axes, title in ((whole, "one step"), (near, "from near")):
+    first = streams(found)[0]
+    said = (
+        f"{path.stem}: one step, {length:.0f} ms, in which the stream that computes waits {first.waits:.1%}"
+    )
+    for axes, title in ((whole, said), (near, "from near")):
         for row, name in enumerate(busiest):
             _bars(axes, row, found[name], begin)
-        axes.set_yticks(range(len(busiest)), [f"stream {name}" for name in busiest])
+        axes.set_yticks(range(len(busiest)), [_named(name, found[name]) for name in busiest])
         axes.invert_yaxis()
         axes.set(title=title, xlabel="ms")
     whole.set_xlim(0, length)
@@ -59,6 +64,14 @@ def draw(found: Mapping[str, Sequence[Work]], path: Path) -> bool:
     figure.legend(handles=handles, loc="outside right upper", fontsize="small")
     figure.savefig(path, dpi=120)
     return True
+
+
+def _named(stream: str, work: Sequence[Work]) -> str:
+    """With the two kinds that it is busiest with."""
+    took: dict[str, float] = defaultdict(float)
+    for one in work:
+        took[kind_of(one.name)[0]] += one.stop - one.start
+    return f"{', '.join(sorted(took, key=lambda kind: -took[kind])[:2])} (stream {stream})"
 
 
 def _bars(axes: Any, row: int, work: Sequence[Work], begin: float) -> None:

@@ -71,6 +71,8 @@ def wanted(names: tuple[str, ...], what: str, processes: int) -> list[str]:
     if names == ("auto",):
         return [name for name in known if PEERS[name].takes(processes)]
     for name in names:
+        if name in ("none", "auto"):
+            raise ValueError(f"peers={' '.join(names)} must hold {name} alone. Change --peers.")
         if name not in known:
             raise ValueError(f"peers={name} must be auto, none or of {', '.join(known)}. Change --peers.")
     return list(names)
