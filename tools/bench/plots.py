@@ -104,8 +104,11 @@ def plot(what: str, rows: Sequence[Row], path: Path) -> bool:
         return False
     from matplotlib.figure import Figure
 
+    on_cpu = any(row.get("device") == "cpu" for row in rows)
     drawable = [panel for panel in PANELS[what] if any(panel.y(row) is not None for row in rows)]
     panels = [_by_processes(panel, rows) for panel in drawable or PANELS[what][:1]]
+    if on_cpu:
+        panels = [panel._replace(unit=panel.unit.replace("GPU", "process")) for panel in panels]
     figure = Figure(figsize=(7 * len(panels), 5.5), layout="constrained")
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         drawn = [row for row in rows if panel.y(row) is not None and panel.x in row]

@@ -143,7 +143,8 @@ def table(what: str, rows: Sequence[Row]) -> str:
     done = [row for row in rows if "error" not in row]
     columns = [column for column in COLUMNS[what] if column.says(done)]
     named = [column for column in columns if column.text is not how]
-    cells = [[column.title for column in columns]]
+    unit = "process" if any(row.get("device") == "cpu" for row in done) else "GPU"
+    cells = [[column.title.replace("/GPU", f"/{unit}") for column in columns]]
     cells += [[str(column.text(row)) for column in columns] for row in done]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     lines = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in cells]
