@@ -36,7 +36,8 @@ def test_equals_float64(tokens: int, vocab: int, dtype: torch.dtype) -> None:
     assert not found[labels == IGNORE].any()
     # float32 sums of up to 128256 positive terms in blocks: some 20 roundings in a row
     torch.testing.assert_close(loss.double(), want_loss, rtol=2.0**-20, atol=0.0)
-    # rounded once to dtype; before that exp(logit - sum) is off by what float32 is at the sum, about 10
+    # rounded once to dtype; before that exp(logit - sum) is off by what float32 is at the sum, about 10;
+    # near zero by the spacing of float16 there, 2^-24, and of float32 at 1, which the label's entry subtracts
     once = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}[dtype]
     torch.testing.assert_close(found.double(), want, rtol=once + 2.0**-18, atol=2.0**-24)
 

@@ -42,15 +42,14 @@ def draw(found: Mapping[str, Sequence[Work]], path: Path) -> bool:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    busiest = sorted(found, key=lambda name: -sum(work.stop - work.start for work in found[name]))
+    by_work = streams(found)
+    busiest = [stream.name for stream in by_work]
     begin = min(work[0].start for work in found.values())
     length = max(work[-1].stop for work in found.values()) - begin
     figure = Figure(figsize=(14, 2.5 + 0.8 * len(busiest)), layout="constrained")
     whole, near = figure.subplots(2, 1)
-    first = streams(found)[0]
-    said = (
-        f"{path.stem}: one step, {length:.0f} ms, in which the stream that computes waits {first.waits:.1%}"
-    )
+    waits = f"the stream that computes waits {by_work[0].waits:.1%} of it"
+    said = f"{path.stem}: one step, {length:.0f} ms; {waits}"
     for axes, title in ((whole, said), (near, "from near")):
         for row, name in enumerate(busiest):
             _bars(axes, row, found[name], begin)
